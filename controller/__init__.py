@@ -1,0 +1,1 @@
+"""The fleet controller. Meets workers only as messages."""

@@ -1,0 +1,1 @@
+"""rlbus: keeps a fleet of LLM inference engines in step with a trainer, over NATS."""

@@ -1,0 +1,1 @@
+"""The demo: a trainer that learns, engines that generate, weights that reach them only through rlbus."""

@@ -1,0 +1,187 @@
+"""Commands from the controller to workers, one Struct per route, and the envelope around them.
+
+Published on `dyn.<ns>.<component>.rl.<route>` (to every worker of a component) or `...rl.<route>.<id>` (to one). The
+`route` tag of the body equals the route token of the subject. Names of routes that Dynamo also has are Dynamo's.
+"""
+
+import enum
+
+from rlbus.schemas.base import Wire
+from rlbus.schemas.groups import GroupPlan
+from rlbus.schemas.ids import InstanceId, OpId
+from rlbus.schemas.weights import ManifestPage, Version
+
+
+class PauseMode(enum.StrEnum):
+    """What a pause does with requests in flight, in vLLM's words."""
+
+    KEEP = "keep"  # frozen, and continued after resume
+    WAIT = "wait"  # finished first, then paused
+    ABORT = "abort"  # ended now, with the tokens that they have
+
+
+class Body(Wire, frozen=True, kw_only=True, tag_field="route"):
+    """Base of command bodies; each subclass is tagged with its route."""
+
+
+class Hello(Body, frozen=True, kw_only=True, tag="hello"):
+    """Ask everybody to announce themselves now (a controller that is new or was disconnected)."""
+
+
+class GetStatus(Body, frozen=True, kw_only=True, tag="get_status"):
+    """Ask for descriptor and status, read from the engine now. Answered with `StatusData`."""
+
+
+class GetOutcome(Body, frozen=True, kw_only=True, tag="get_outcome"):
+    """Ask what became of an op. Answered with that op's recorded result, its progress, or `unknown_op`."""
+
+    of_op_id: OpId
+
+
+class PauseGeneration(Body, frozen=True, kw_only=True, tag="pause_generation"):
+    """Stop generating. Done only when no step runs any more. `owner` is shown in status; None means the op itself."""
+
+    mode: PauseMode = PauseMode.KEEP
+    clear_cache: bool = True
+    owner: str | None = None
+
+
+class ResumeGeneration(Body, frozen=True, kw_only=True, tag="resume_generation"):
+    """Generate again. Refused with `dirty` unless weights are clean, or `force` is set (which is logged as such)."""
+
+    force: bool = False
+
+
+class FlushCache(Body, frozen=True, kw_only=True, tag="flush_cache"):
+    """Empty prefix, multimodal and encoder caches. Fails with `flush_failed` if one of them could not be."""
+
+
+class AbortRequest(Body, frozen=True, kw_only=True, tag="abort_request"):
+    """End requests now: those named, or all when `request_ids` is None."""
+
+    request_ids: tuple[str, ...] | None = None
+
+
+class PutManifest(Body, frozen=True, kw_only=True, tag="put_manifest"):
+    """One page of a manifest. Kept by digest; a repeat changes nothing."""
+
+    page: ManifestPage
+
+
+class PrepareWeightsUpdate(Body, frozen=True, kw_only=True, tag="prepare_weights_update"):
+    """Check, without any side effect, that this update could be applied: manifest, version, base.
+
+    `base_version` None accepts any. Refused with `manifest_unknown` until every page of `manifest_digest` is there.
+    """
+
+    version: Version
+    manifest_digest: str
+    base_version: Version | None = None
+    allow_rollback: bool = False
+
+
+class InitGroup(Body, frozen=True, kw_only=True, tag="init_weights_update_group"):
+    """Join the process group with every rank of the worker's span and prove it by one tiny collective."""
+
+    plan: GroupPlan
+
+
+class DestroyGroup(Body, frozen=True, kw_only=True, tag="destroy_weights_update_group"):
+    """Leave the process group of `epoch`, whatever state it is in. Nothing to leave is not an error."""
+
+    epoch: int
+
+
+class ReceiveWeights(Body, frozen=True, kw_only=True, tag="update_weights_from_distributed"):
+    """Receive every tensor of the manifest over the group, in order, in buckets, and load them.
+
+    Precondition: paused, prepared for this version, member of `epoch`. From the first byte on, the weights are
+    `updating`; a failure leaves them `dirty`. Answered with `ReceivedData`. The version isn't published before
+    `CommitWeights`. `update_op_id` names the update that this belongs to, so that prepare, receive, commit and abort
+    (each with an op_id of its own) can be told from those of another update.
+    """
+
+    update_op_id: OpId
+    epoch: int
+    version: Version
+    manifest_digest: str
+    bucket_bytes: int
+
+
+class CommitWeights(Body, frozen=True, kw_only=True, tag="commit_weights_update"):
+    """The checksums agreed: finish the session, become clean at `version`. A repeat is ok and changes nothing."""
+
+    update_op_id: OpId
+    version: Version
+
+
+class AbortWeights(Body, frozen=True, kw_only=True, tag="abort_weights_update"):
+    """End an open update session. Before the first byte: back to what was. After it: dirty, session closed."""
+
+    update_op_id: OpId
+    reason: str
+
+
+class LoadWeights(Body, frozen=True, kw_only=True, tag="update_weights_from_disk"):
+    """Load a safetensors folder that the worker can read (below one of its configured roots), and become clean.
+
+    Precondition: paused. `version` is what the worker publishes afterwards.
+    """
+
+    path: str
+    version: Version
+    allow_rollback: bool = False
+
+
+class GetVersion(Body, frozen=True, kw_only=True, tag="get_weight_version"):
+    """Ask for the weights' state and version. Answered with `WeightsData`."""
+
+
+class GetChecksums(Body, frozen=True, kw_only=True, tag="get_weight_checksums"):
+    """Ask the engine for checksums of what it holds now. Answered with `ChecksumsData`."""
+
+
+CommandBody = (
+    Hello
+    | GetStatus
+    | GetOutcome
+    | PauseGeneration
+    | ResumeGeneration
+    | FlushCache
+    | AbortRequest
+    | PutManifest
+    | PrepareWeightsUpdate
+    | InitGroup
+    | DestroyGroup
+    | ReceiveWeights
+    | CommitWeights
+    | AbortWeights
+    | LoadWeights
+    | GetVersion
+    | GetChecksums
+)
+
+
+class Command(Wire, frozen=True, kw_only=True):
+    """The envelope: which op, by which leader, valid until when, for whom, and what.
+
+    `expires_at` is in Unix seconds: a command that arrives later is refused, since NATS clients may deliver a
+    publish of the past after a reconnect (facts/nats.md A3). `members` None addresses every worker of the subject.
+    """
+
+    op_id: OpId
+    term: int
+    expires_at: float
+    body: CommandBody
+    members: tuple[InstanceId, ...] | None = None
+
+
+def route_of(body: CommandBody) -> str:
+    """The route token of a body: its tag, which is also the last subject token before the instance id."""
+    tag = type(body).__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag
+
+
+# Routes that never change anything; they are answered at once, beside whatever runs.
+QUERY_ROUTES = frozenset({"hello", "get_status", "get_outcome", "get_weight_version"})

@@ -1,0 +1,311 @@
+"""What trainers and people ask of the controller, and what it answers.
+
+A request goes to `dyn.<ns>.controller.<op>` with a reply subject. The controller answers a short request with one
+`Report` (or a `Refusal`), a long one with `OpAccepted`, any number of `OpProgress`, and one `OpResult`. An update has a
+second party: the trainer, which the controller tells what to do through `SenderTask`s on the same reply subject, and
+which answers through `SenderSignal`s on `dyn.<ns>.controller.sender`.
+"""
+
+import enum
+
+from rlbus.schemas.acks import ResultData
+from rlbus.schemas.base import Wire
+from rlbus.schemas.commands import PauseMode
+from rlbus.schemas.faults import Fault
+from rlbus.schemas.groups import GroupPlan, Rendezvous
+from rlbus.schemas.ids import OpId, Token, WorkerId
+from rlbus.schemas.membership import Descriptor, WorkerStatus
+from rlbus.schemas.weights import ManifestPage, TensorSum, Version
+
+
+class Target(Wire, frozen=True, kw_only=True):
+    """Which workers: all of the namespace (both None), those of some components, or those named."""
+
+    components: tuple[Token, ...] | None = None
+    workers: tuple[WorkerId, ...] | None = None
+
+
+class Request(Wire, frozen=True, kw_only=True, tag_field="op"):
+    """Base of requests. `op_id` is the caller's: sent again, it joins the first. `caller` is shown in events."""
+
+    op_id: OpId
+    deadline_s: float = 30.0
+    caller: str = "unknown"
+
+
+class PauseFleet(Request, frozen=True, kw_only=True, tag="pause"):
+    """Pause; if one worker fails, the others that acked are resumed again."""
+
+    target: Target = Target()
+    mode: PauseMode = PauseMode.KEEP
+    clear_cache: bool = True
+
+
+class ResumeFleet(Request, frozen=True, kw_only=True, tag="resume"):
+    """Resume. Dirty workers refuse unless forced."""
+
+    target: Target = Target()
+    force: bool = False
+
+
+class FlushFleet(Request, frozen=True, kw_only=True, tag="flush"):
+    """Empty all caches."""
+
+    target: Target = Target()
+
+
+class AbortFleet(Request, frozen=True, kw_only=True, tag="abort"):
+    """End requests in flight: those named, or all."""
+
+    target: Target = Target()
+    request_ids: tuple[str, ...] | None = None
+
+
+class GetVersions(Request, frozen=True, kw_only=True, tag="versions"):
+    """Ask each worker for state and version of its weights."""
+
+    target: Target = Target()
+
+
+class GetFleet(Request, frozen=True, kw_only=True, tag="status"):
+    """Ask for the controller's view of the fleet. Answered with `FleetView`."""
+
+
+class WaitReady(Request, frozen=True, kw_only=True, tag="wait_ready"):
+    """Wait until the live workers' world sizes sum up to `world_size` (and/or there are `num_workers`).
+
+    Answered with `FleetView`, or refused with `deadline` and a message that says who or how many are missing.
+    """
+
+    world_size: int | None = None
+    num_workers: int | None = None
+    target: Target = Target()
+
+
+class PutManifestPage(Request, frozen=True, kw_only=True, tag="put_manifest"):
+    """Give the controller one page of a manifest; it passes pages on to workers that lack them."""
+
+    page: ManifestPage
+
+
+class OnFailure(enum.StrEnum):
+    """What an update does when a worker fails in it."""
+
+    STOP = "stop"  # commit on those that are complete and checked, report the rest
+
+
+class UpdateWeights(Request, frozen=True, kw_only=True, tag="update_weights"):
+    """Give the fleet new weights from the trainer's memory, over a process group.
+
+    `num_trainer_ranks` ranks of the trainer come first in the group; rank 0 sends. `sender_id` names the trainer
+    process: a group is reused only with the same one. `require` is the number of workers that have to end at the new
+    version for the op to count as ok (None: all of the target). Every page of `manifest_digest` was put before.
+    """
+
+    version: Version
+    manifest_digest: str
+    backend: str
+    rendezvous: Rendezvous
+    sender_id: Token
+    num_trainer_ranks: int = 1
+    bucket_bytes: int
+    target: Target = Target()
+    require: int | None = None
+    on_failure: OnFailure = OnFailure.STOP
+    pause_mode: PauseMode = PauseMode.KEEP
+    reset_prefix_cache: bool = True
+    allow_rollback: bool = False
+    stall_s: float = 30.0
+
+
+class ReloadFleet(Request, frozen=True, kw_only=True, tag="reload"):
+    """Give the fleet new weights from a safetensors folder that every worker can read."""
+
+    path: str
+    version: Version | None = None  # None: the fleet's next step
+    target: Target = Target()
+    pause_mode: PauseMode = PauseMode.KEEP
+    allow_rollback: bool = False
+
+
+class CancelOp(Request, frozen=True, kw_only=True, tag="cancel"):
+    """Take an op back. It ends like any other failure: undone, or dirty and reported."""
+
+    of_op_id: OpId
+
+
+class SenderStep(enum.StrEnum):
+    """What a trainer tells the controller during an update."""
+
+    JOINED = "joined"  # in the group, proven by its collective
+    SENT = "sent"  # everything sent; `sums` and `num_bytes` say what
+    FAILED = "failed"  # gave up; `fault` says why
+    ALIVE = "alive"  # still sending; `num_bytes` so far. At least every second.
+
+
+class SenderSignal(Request, frozen=True, kw_only=True, tag="sender"):
+    """A step of the trainer in the update `of_op_id`. Answered with `OpAccepted`, or refused if nobody waits for it."""
+
+    of_op_id: OpId
+    epoch: int
+    step: SenderStep
+    num_bytes: int = 0
+    sums: tuple[TensorSum, ...] = ()
+    fault: Fault | None = None
+
+
+ControlRequest = (
+    PauseFleet
+    | ResumeFleet
+    | FlushFleet
+    | AbortFleet
+    | GetVersions
+    | GetFleet
+    | WaitReady
+    | PutManifestPage
+    | UpdateWeights
+    | ReloadFleet
+    | CancelOp
+    | SenderSignal
+)
+
+
+class Outcome(enum.StrEnum):
+    """How an op ended on one worker."""
+
+    OK = "ok"
+    REFUSED = "refused"  # nothing changed
+    FAILED = "failed"  # tried and failed
+    UNDONE = "undone"  # done, and taken back because others failed
+    UNKNOWN = "unknown"  # silence; nobody could say
+    SKIPPED = "skipped"  # the op ended before this worker was asked
+
+
+class WorkerOutcome(Wire, frozen=True, kw_only=True):
+    """The outcome on one worker: what it was, why, and where the worker stands afterwards as far as known.
+
+    `phase` is the step of the op in which it was decided.
+    """
+
+    worker: WorkerId
+    outcome: Outcome
+    phase: str
+    fault: Fault | None = None
+    data: ResultData | None = None
+    took_s: float = 0.0
+
+
+class OpStatus(enum.StrEnum):
+    """How an op ended as a whole."""
+
+    OK = "ok"  # every worker ok (or as many as `require` asked for)
+    PARTIAL = "partial"  # some ok, some not
+    FAILED = "failed"  # none ok
+    REFUSED = "refused"  # not begun
+
+
+class Report(Wire, frozen=True, kw_only=True):
+    """How an op ended: one outcome per worker, the seconds of each phase in order, and the first cause.
+
+    `paused_s` is how long engines stood still (first pause sent to last resume acked): what a user pays for an update.
+    """
+
+    op_id: OpId
+    op: str
+    status: OpStatus
+    outcomes: tuple[WorkerOutcome, ...]
+    phases_s: dict[str, float]
+    took_s: float
+    fault: Fault | None = None
+    version: Version | None = None
+    epoch: int | None = None
+    num_bytes: int = 0
+    paused_s: float = 0.0
+
+
+class Liveness(enum.StrEnum):
+    """What heartbeats say of a worker."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"  # silent for 2.5 intervals
+    DEAD = "dead"  # silent for 4 intervals
+    LEFT = "left"  # said goodbye
+
+
+class MemberView(Wire, frozen=True, kw_only=True):
+    """One worker as the controller sees it. `admitted` is derived; `reason` says why it isn't."""
+
+    worker: WorkerId
+    liveness: Liveness
+    admitted: bool
+    descriptor: Descriptor
+    status: WorkerStatus
+    boot_id: str
+    age_s: float
+    reason: str | None = None
+
+
+class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
+    """The controller's view of a namespace."""
+
+    namespace: Token
+    term: int
+    version: Version | None
+    epoch: int | None
+    op_id: OpId | None
+    members: tuple[MemberView, ...]
+
+
+class OpAccepted(Wire, frozen=True, kw_only=True, tag_field="kind", tag="accepted"):
+    """The request was validated and runs now."""
+
+    op_id: OpId
+
+
+class OpProgress(Wire, frozen=True, kw_only=True, tag_field="kind", tag="progress"):
+    """Where an op stands; at least every second."""
+
+    op_id: OpId
+    phase: str
+    done: int = 0
+    total: int | None = None
+    unit: str = "workers"
+
+
+class JoinTask(Wire, frozen=True, kw_only=True, tag_field="kind", tag="join"):
+    """To the trainer: join this group now, then signal `joined`. May be repeated; idempotent by epoch."""
+
+    op_id: OpId
+    plan: GroupPlan
+
+
+class SendTask(Wire, frozen=True, kw_only=True, tag_field="kind", tag="send"):
+    """To the trainer: every receiver stands ready, send now, then signal `sent`."""
+
+    op_id: OpId
+    epoch: int
+    version: Version
+
+
+class LeaveTask(Wire, frozen=True, kw_only=True, tag_field="kind", tag="leave"):
+    """To the trainer: the group of `epoch` is broken or over; destroy it, abandoning a collective if need be."""
+
+    op_id: OpId
+    epoch: int
+    reason: str
+
+
+class OpResult(Wire, frozen=True, kw_only=True, tag_field="kind", tag="result"):
+    """The end of an op."""
+
+    report: Report
+
+
+class Refusal(Wire, frozen=True, kw_only=True, tag_field="kind", tag="refusal"):
+    """The request was not begun. Nothing changed."""
+
+    op_id: OpId | None
+    fault: Fault
+
+
+ControlReply = OpAccepted | OpProgress | JoinTask | SendTask | LeaveTask | OpResult | Refusal | FleetView

@@ -1,0 +1,102 @@
+"""Facts, in the past tense. Workers publish theirs on `dyn.<ns>.<component>.event.<id>`, the controller on
+`dyn.<ns>.controller.event.<kind>`. Nobody may depend on an event arriving: state is in statuses and reports.
+"""
+
+import msgspec
+
+from rlbus.schemas.base import Wire
+from rlbus.schemas.faults import Fault
+from rlbus.schemas.ids import InstanceId, OpId, Token
+from rlbus.schemas.weights import Version, WeightsState
+
+
+class WorkerEventBase(Wire, frozen=True, kw_only=True, tag_field="kind"):
+    """Base: which worker, when (Unix seconds), because of which op."""
+
+    component: Token
+    instance_id: InstanceId
+    at: float
+    op_id: OpId | None = None
+
+
+class GenerationPaused(WorkerEventBase, frozen=True, kw_only=True, tag="generation_paused"):
+    """The engine stands still."""
+
+    mode: str
+    owner: str
+
+
+class GenerationResumed(WorkerEventBase, frozen=True, kw_only=True, tag="generation_resumed"):
+    """The engine generates again. `forced` is set when a person overrode unclean weights."""
+
+    forced: bool = False
+
+
+class WeightsChanged(WorkerEventBase, frozen=True, kw_only=True, tag="weights_changed"):
+    """The weights' state or version changed."""
+
+    state: WeightsState
+    version: Version | None = None
+
+
+class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_refused"):
+    """A command was refused; `route` is None when it could not be parsed that far."""
+
+    fault: Fault
+    route: str | None = None
+
+
+WorkerEvent = GenerationPaused | GenerationResumed | WeightsChanged | CommandRefused
+
+
+class ControllerEventBase(Wire, frozen=True, kw_only=True, tag_field="kind"):
+    """Base: when (Unix seconds)."""
+
+    at: float
+
+
+class WorkerJoined(ControllerEventBase, frozen=True, kw_only=True, tag="worker_joined"):
+    """A worker announced itself for the first time, or with a new boot id."""
+
+    component: Token
+    instance_id: InstanceId
+    boot_id: str
+
+
+class WorkerLeft(ControllerEventBase, frozen=True, kw_only=True, tag="worker_left"):
+    """A worker said goodbye, or was declared dead for `reason`."""
+
+    component: Token
+    instance_id: InstanceId
+    reason: str
+
+
+class OpStarted(ControllerEventBase, frozen=True, kw_only=True, tag="op_started"):
+    """An op began. `caller` is who asked for it, as far as the bus can say."""
+
+    op_id: OpId
+    op: str
+    caller: str
+
+
+class OpAdvanced(ControllerEventBase, frozen=True, kw_only=True, tag="op_advanced"):
+    """An op entered a phase, or reported progress within one (`done` of `total`, in `unit`)."""
+
+    op_id: OpId
+    phase: str
+    done: int = 0
+    total: int | None = None
+    unit: str = "workers"
+
+
+class OpEnded(ControllerEventBase, frozen=True, kw_only=True, tag="op_ended"):
+    """An op ended with `status` (ok, partial, failed, refused)."""
+
+    op_id: OpId
+    op: str
+    status: str
+    took_s: float
+    fault: Fault | None = msgspec.field(default=None)
+
+
+ControllerEvent = WorkerJoined | WorkerLeft | OpStarted | OpAdvanced | OpEnded

@@ -1,0 +1,1 @@
+"""Worker agents and engine adapters. Meets the controller only as messages."""

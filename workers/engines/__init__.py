@@ -1,0 +1,1 @@
+"""Engine adapters: each makes one inference engine look like `base.Engine`."""

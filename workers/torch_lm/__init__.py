@@ -1,0 +1,1 @@
+"""A small real causal language model in plain torch, with generation and a completions endpoint."""
