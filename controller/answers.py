@@ -1,0 +1,54 @@
+"""What one worker said to one step, reduced to what decisions need. Pure."""
+
+from dataclasses import dataclass
+
+from rlbus.controller.causes import fault
+from rlbus.fanout import Gathered
+from rlbus.schemas import Fault, FaultCode, Outcome, ResultData, ResultStatus
+
+_OUTCOME = {
+    ResultStatus.OK: Outcome.OK,
+    ResultStatus.REFUSED: Outcome.REFUSED,
+    ResultStatus.FAILED: Outcome.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """How one step ended on one worker: ok, refused (nothing changed), failed, or unknown (silence, not settled).
+
+    `fault` is set exactly when it isn't ok.
+    """
+
+    outcome: Outcome
+    fault: Fault | None = None
+    data: ResultData | None = None
+    took_s: float = 0.0
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the worker did it."""
+        return self.outcome is Outcome.OK
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the worker refused only because something else still runs in it."""
+        return self.fault is not None and self.outcome is Outcome.REFUSED and self.fault.code is FaultCode.BUSY
+
+
+def answer_of(gathered: Gathered) -> StepAnswer:
+    """The answer in what a fan-out gathered for one worker."""
+    result = gathered.result
+    if result is None:
+        why = gathered.fault or fault(FaultCode.INTERNAL, "no answer, and no reason for it")
+        return unknown(why) if gathered.is_unknown else StepAnswer(Outcome.REFUSED, why)
+    outcome = _OUTCOME[result.status]
+    if outcome is Outcome.OK:
+        return StepAnswer(outcome, None, result.data, result.took_s)
+    why = result.fault or fault(FaultCode.INTERNAL, f"the worker answered {outcome.value} without a reason")
+    return StepAnswer(outcome, why, result.data, result.took_s)
+
+
+def unknown(why: Fault) -> StepAnswer:
+    """The answer of a worker that gave none."""
+    return StepAnswer(Outcome.UNKNOWN, why)

@@ -1,0 +1,73 @@
+"""The controller's line to the workers: fan-outs under its term, with what the registry knows."""
+
+from collections.abc import Callable, Sequence
+
+from rlbus.bus import Bus
+from rlbus.controller.answers import StepAnswer, answer_of
+from rlbus.controller.registry import Registry
+from rlbus.fanout import Gathered, Limits, Losses, fanout
+from rlbus.schemas import QUERY_ROUTES, CommandBody, WorkerAnswer, WorkerId, route_of
+
+# Without a sign of life for this long a worker counts as silent for one command. Source: DESIGN section 3 wants limits
+# apart; a healthy agent answers within milliseconds, whatever its engine does, so this only has to outlast a hiccup.
+ACK_S = 5.0
+# The ack limit as a part of a short deadline, so that silence is noticed while there is time to take things back.
+ACK_PART = 0.25
+# What has to be done even after the deadline (commit, resume, undo) gets at least this long.
+ENDING_S = 30.0
+MIN_LIMIT_S = 0.05
+
+
+class Line:
+    """Fan-outs of one controller. `losses` hears of workers that die meanwhile."""
+
+    def __init__(self, bus: Bus, namespace: str, term: int, registry: Registry) -> None:
+        self.bus = bus
+        self.namespace = namespace
+        self.term = term
+        self.registry = registry
+        self.losses = Losses()
+
+    async def ask(
+        self,
+        body: CommandBody,
+        workers: Sequence[WorkerId],
+        *,
+        op_id: str,
+        limits: Limits,
+        on_answer: Callable[[WorkerId, WorkerAnswer], None] | None = None,
+        on_outcome: Callable[[WorkerId, StepAnswer], None] | None = None,
+    ) -> dict[WorkerId, StepAnswer]:
+        """One command to `workers`; one answer each. Raises and Cancel: as `rlbus.fanout.fanout`.
+
+        Mutations always carry the list of who is meant: a worker that we don't know yet must not be paused by a
+        broadcast that nobody would undo on it.
+        """
+
+        def tell(gathered: Gathered) -> None:
+            if on_outcome is not None:
+                on_outcome(gathered.worker, answer_of(gathered))
+
+        everybody = self.registry.num_in_components() if route_of(body) in QUERY_ROUTES else None
+        gathered = await fanout(
+            self.bus,
+            self.namespace,
+            body,
+            members=workers,
+            op_id=op_id,
+            term=self.term,
+            limits=limits,
+            everybody=everybody,
+            boots={w: m.boot_id for w in workers if (m := self.registry.get(w)) is not None},
+            lost=self.losses,
+            on_answer=on_answer,
+            on_outcome=tell,
+        )
+        return {worker: answer_of(one) for worker, one in gathered.items()}
+
+
+def limits_until(until_s: float, now_s: float, *, stall_s: float, is_ending: bool = False) -> Limits:
+    """Limits of a step that has until `until_s` (loop time); one that must be done gets at least ENDING_S."""
+    left_s = max(until_s - now_s, ENDING_S if is_ending else MIN_LIMIT_S)
+    ack_s = min(ACK_S, max(MIN_LIMIT_S, ACK_PART * left_s))
+    return Limits(ack_s=ack_s, stall_s=min(stall_s, left_s), deadline_s=left_s)

@@ -1,0 +1,354 @@
+"""The update transaction, forward half: (state, event) -> (state, actions). Pure.
+
+prepare -> form or reuse the group -> sender ready -> pause -> receive -> verify -> commit -> flush -> resume. Rules:
+- Nobody is paused before the trainer is in the group; nothing is sent before every receiver stands.
+- A failure before the trainer is told to send takes everything back. After that, damage decides: who received
+  everything and has the trainer's checksums is committed and resumed, the rest is wound down (`winding`).
+- Once a worker is committed, neither a cancel nor the deadline turns back.
+- `require` lets workers drop out while preparing; a group, once formed, needs all of its members.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from rlbus.controller.answers import StepAnswer
+from rlbus.controller.grouping import fits, new_plan
+from rlbus.controller.seats import RECORD, blame, change
+from rlbus.controller.update_state import (
+    FORWARD,
+    Action,
+    Ask,
+    Began,
+    Damage,
+    Event,
+    Group,
+    Hold,
+    Sender,
+    SenderFailed,
+    SenderJoined,
+    SenderSent,
+    Stage,
+    StopAsked,
+    Tell,
+    UpdateState,
+    WorkerAccepted,
+    WorkerGone,
+    WorkersAnswered,
+)
+from rlbus.controller.verify import check_received, check_sent
+from rlbus.controller.winding import WINDING, wind_down
+from rlbus.schemas import (
+    CommandBody,
+    CommitWeights,
+    DestroyGroup,
+    FlushCache,
+    InitGroup,
+    JoinTask,
+    LeaveTask,
+    Outcome,
+    PauseGeneration,
+    PrepareWeightsUpdate,
+    PutManifest,
+    ReceiveWeights,
+    ResumeGeneration,
+    SendTask,
+    WorkerId,
+)
+
+Decision = tuple[UpdateState, tuple[Action, ...]]
+
+
+def decide(state: UpdateState, event: Event) -> Decision:
+    """What an update does about `event`. Repeats, late and foreign events change nothing."""
+    if state.stage is Stage.DONE:
+        return state, ()
+    match event:
+        case Began():
+            return _prepare(state) if state.stage is Stage.NEW else (state, ())
+        case WorkerAccepted():
+            if event.step != state.step or event.worker not in state.pending:
+                return state, ()
+            return _advance(replace(state, accepted=state.accepted | {event.worker}))
+        case WorkersAnswered():
+            return (state, ()) if event.step != state.step else _advance(_record(state, event.answers))
+        case WorkerGone():
+            return _on_gone(state, event)
+        case SenderJoined():
+            if state.sender is not Sender.JOINING or state.group is None or event.epoch != state.group.plan.epoch:
+                return state, ()
+            return _advance(replace(state, sender=Sender.IN))
+        case SenderSent():
+            return _on_sent(state, event)
+        case SenderFailed():
+            return _on_sender_failed(state, event)
+        case StopAsked():
+            if state.stage not in FORWARD:
+                return state, ()
+            return wind_down(replace(state, causes=(*state.causes, event.fault)))
+
+
+# -- events that come at any time -------------------------------------------------------------------------------------
+
+
+def _record(state: UpdateState, answers: Mapping[WorkerId, StepAnswer]) -> UpdateState:
+    """Take down what the workers said to the step that is awaited."""
+    answers = {w: a for w, a in answers.items() if w in state.pending}
+    for worker, answer in answers.items():
+        state = RECORD[state.stage](state, worker, answer)
+    ok = frozenset(w for w, a in answers.items() if a.is_ok)
+    return replace(state, pending=state.pending - answers.keys(), accepted=state.accepted | ok)
+
+
+def _on_gone(state: UpdateState, event: WorkerGone) -> Decision:
+    seat = state.seats.get(event.worker)
+    if seat is None or seat.is_gone:
+        return state, ()
+    # What it had was that of the process that is gone.
+    is_done = seat.damage is Damage.COMMITTED and seat.hold is Hold.RELEASED
+    state = change(state, event.worker, is_gone=True, hold=Hold.NONE)
+    if not is_done:
+        state = blame(state, event.worker, Outcome.FAILED, event.fault)
+    state = replace(state, pending=state.pending - {event.worker})
+    if seat.is_joined:
+        state = replace(state, is_group_suspect=True)
+    if state.stage is Stage.RECEIVE and state.sender is Sender.SENDING:
+        # A broadcast needs all of its members: the others would only wait for their stall limit.
+        return wind_down(state)
+    return _advance(state)
+
+
+def _on_sent(state: UpdateState, event: SenderSent) -> Decision:
+    if state.sender is not Sender.SENDING or state.group is None or event.epoch != state.group.plan.epoch:
+        return state, ()
+    problem = check_sent(state.plan.tensors, event.sums)
+    if problem is not None:
+        return _on_sender_failed(state, SenderFailed(event.epoch, problem))
+    return _advance(replace(state, sender=Sender.SENT, sums=event.sums, num_bytes=event.num_bytes))
+
+
+def _on_sender_failed(state: UpdateState, event: SenderFailed) -> Decision:
+    is_other = event.epoch is not None and (state.group is None or event.epoch != state.group.plan.epoch)
+    if is_other or state.sender in (Sender.IDLE, Sender.SENT, Sender.FAILED) or state.stage not in FORWARD:
+        return state, ()
+    causes = (*state.causes, event.fault)
+    return wind_down(replace(state, sender=Sender.FAILED, is_group_suspect=True, causes=causes))
+
+
+# -- the way forward --------------------------------------------------------------------------------------------------
+
+
+def _ask(
+    state: UpdateState, stage: Stage, body: CommandBody, workers: tuple[WorkerId, ...], step: str | None = None
+) -> Decision:
+    step = stage.value if step is None else step
+    state = replace(state, stage=stage, step=step, pending=frozenset(workers), accepted=frozenset())
+    return state, (Ask(step, body, workers, is_ending=stage not in FORWARD),)
+
+
+def _advance(state: UpdateState) -> Decision:
+    """Go on if the stage has all that it awaits."""
+    if state.stage in WINDING:
+        return WINDING[state.stage](state)
+    return _NEXT[state.stage](state)
+
+
+def _after(decision: Decision, *before: Action) -> Decision:
+    return decision[0], (*before, *decision[1])
+
+
+def _prepare(state: UpdateState) -> Decision:
+    return _ask(state, Stage.PREPARE, _prepare_body(state), state.crew)
+
+
+def _prepare_body(state: UpdateState) -> PrepareWeightsUpdate:
+    request = state.plan.request
+    return PrepareWeightsUpdate(
+        version=request.version, manifest_digest=request.manifest_digest, allow_rollback=request.allow_rollback
+    )
+
+
+def _after_prepare(state: UpdateState) -> Decision:
+    if state.pending:
+        return state, ()
+    if state.lacking and state.stage is Stage.PREPARE:
+        return _put_page(state)
+    if len(state.crew) < max(1, state.plan.num_needed):
+        return wind_down(state)
+    return _form(state)
+
+
+def _put_page(state: UpdateState) -> Decision:
+    """Give who lacks the manifest its next page, and have them check again after the last."""
+    lacking = tuple(w for w in state.lacking if state.seats[w].is_good)
+    if not lacking:
+        return _after_prepare(replace(state, stage=Stage.PREPARE_AGAIN, step=None))
+    if state.num_pages_put == len(state.plan.pages):
+        return _ask(state, Stage.PREPARE_AGAIN, _prepare_body(state), lacking)
+    page = state.plan.pages[state.num_pages_put]
+    state = replace(state, num_pages_put=state.num_pages_put + 1)
+    return _ask(state, Stage.PAGES, PutManifest(page=page), lacking, f"{Stage.PAGES.value}-{page.page}")
+
+
+def _after_page(state: UpdateState) -> Decision:
+    return (state, ()) if state.pending else _put_page(state)
+
+
+def _form(state: UpdateState) -> Decision:
+    """Use the group that stands if it has exactly these members; else leave it and form the next."""
+    plan = state.plan
+    crew = tuple(state.seats[w].candidate for w in state.crew)
+    if plan.current is not None and plan.is_whole and fits(plan.current, plan.request, crew):
+        state = replace(state, stage=Stage.JOIN, step=None, group=plan.current)
+        for worker in state.crew:
+            state = change(state, worker, is_joined=True)
+        return _after_join(state)
+    if plan.current is None:
+        return _join(state)
+    state = replace(state, plan=replace(plan, current=None))
+    epoch = plan.current.plan.epoch
+    leave = Tell(LeaveTask(op_id=plan.request.op_id, epoch=epoch, reason="a new group is formed"))
+    if not plan.leavers:
+        return _after(_join(state), leave)
+    return _after(_ask(state, Stage.LEAVE_OLD, DestroyGroup(epoch=epoch), plan.leavers), leave)
+
+
+def _after_leave_old(state: UpdateState) -> Decision:
+    return (state, ()) if state.pending else _join(state)
+
+
+def _join(state: UpdateState) -> Decision:
+    crew = state.crew
+    group_plan = new_plan(state.plan, tuple(state.seats[w].candidate for w in crew))
+    boots = {w: state.seats[w].candidate.boot_id for w in crew}
+    state = replace(state, group=Group(group_plan, state.plan.request.sender_id, boots))
+    return _ask(state, Stage.JOIN, InitGroup(plan=group_plan), crew)
+
+
+def _after_join(state: UpdateState) -> Decision:
+    """Fail at once with whoever fails; else call the trainer when all workers are at it, and go on when all are in."""
+    group = state.group
+    assert group is not None
+    if any(not state.seats[w].is_good for w in group.workers):
+        return wind_down(replace(state, is_group_suspect=True))
+    if state.sender is Sender.IDLE and state.pending <= state.accepted:
+        state = replace(state, sender=Sender.JOINING)
+        return state, (Tell(JoinTask(op_id=state.plan.request.op_id, plan=group.plan)),)
+    if state.pending or state.sender is not Sender.IN:
+        return state, ()
+    return _pause(state)
+
+
+def _pause(state: UpdateState) -> Decision:
+    """Pause whom nobody else holds paused; a pause of ours would take over the hold, and its end would end it."""
+    running = tuple(w for w in state.crew if not state.seats[w].candidate.is_held)
+    if not running:
+        return _receive(state)
+    for worker in running:
+        state = change(state, worker, hold=Hold.ASKED)
+    # The caches are emptied after the commit, when it counts.
+    return _ask(state, Stage.PAUSE, PauseGeneration(mode=state.plan.request.pause_mode, clear_cache=False), running)
+
+
+def _after_pause(state: UpdateState) -> Decision:
+    # Not at the first failure: a resume that overtakes a pause in progress would be taken for nothing.
+    if state.pending:
+        return state, ()
+    if not _is_group_good(state):
+        return wind_down(state)
+    return _receive(state)
+
+
+def _receive(state: UpdateState) -> Decision:
+    assert state.group is not None
+    request, crew = state.plan.request, state.crew
+    for worker in crew:
+        state = change(state, worker, damage=Damage.OPEN)
+    body = ReceiveWeights(
+        update_op_id=request.op_id,
+        epoch=state.group.plan.epoch,
+        version=request.version,
+        manifest_digest=request.manifest_digest,
+        bucket_bytes=request.bucket_bytes,
+    )
+    return _ask(state, Stage.RECEIVE, body, crew)
+
+
+def _after_receive(state: UpdateState) -> Decision:
+    assert state.group is not None
+    if not state.may_have_sent:
+        if not _is_group_good(state):
+            return wind_down(replace(state, is_group_suspect=True))
+        if not state.pending <= state.accepted:
+            return state, ()
+        request, epoch = state.plan.request, state.group.plan.epoch
+        state = replace(state, sender=Sender.SENDING, may_have_sent=True)
+        return state, (Tell(SendTask(op_id=request.op_id, epoch=epoch, version=request.version)),)
+    if state.pending:
+        return state, ()
+    if not state.crew:
+        return wind_down(state)
+    if state.sender is not Sender.SENT:
+        return state, ()
+    return _verify(state)
+
+
+def _verify(state: UpdateState) -> Decision:
+    """Compare what each worker received with what the trainer sent; commit those that agree."""
+    for worker in state.crew:
+        problem = check_received(state.sums, state.seats[worker].received)
+        if problem is not None:
+            state = blame(replace(state, is_group_suspect=True), worker, Outcome.FAILED, problem, "verify")
+    if not state.crew:
+        return wind_down(state)
+    request = state.plan.request
+    return _ask(
+        state, Stage.COMMIT, CommitWeights(update_op_id=request.op_id, version=request.version), state.crew
+    )
+
+
+def _after_commit(state: UpdateState) -> Decision:
+    if state.pending:
+        return state, ()
+    if state.crew and state.plan.request.reset_prefix_cache:
+        return _ask(state, Stage.FLUSH, FlushCache(), state.crew)
+    return _resume(state)
+
+
+def _after_flush(state: UpdateState) -> Decision:
+    return (state, ()) if state.pending else _resume(state)
+
+
+def _resume(state: UpdateState) -> Decision:
+    """Let go those that are at the new version with empty caches, except whom somebody else holds."""
+    free = tuple(w for w in state.crew if not state.seats[w].candidate.is_held)
+    if not free:
+        return wind_down(state)
+    return _ask(state, Stage.RESUME, ResumeGeneration(), free)
+
+
+def _after_resume(state: UpdateState) -> Decision:
+    return (state, ()) if state.pending else wind_down(state)
+
+
+def _is_group_good(state: UpdateState) -> bool:
+    assert state.group is not None
+    return all(state.seats[w].is_good for w in state.group.workers)
+
+
+def _stay(state: UpdateState) -> Decision:
+    return state, ()
+
+
+_NEXT: dict[Stage, Callable[[UpdateState], Decision]] = {
+    Stage.NEW: _stay,
+    Stage.PREPARE: _after_prepare,
+    Stage.PAGES: _after_page,
+    Stage.PREPARE_AGAIN: _after_prepare,
+    Stage.LEAVE_OLD: _after_leave_old,
+    Stage.JOIN: _after_join,
+    Stage.PAUSE: _after_pause,
+    Stage.RECEIVE: _after_receive,
+    Stage.COMMIT: _after_commit,
+    Stage.FLUSH: _after_flush,
+    Stage.RESUME: _after_resume,
+}

@@ -1,0 +1,166 @@
+"""The update transaction, winding half: what is taken back, and from whom. Pure.
+
+abort -> settle -> free -> leave. Whatever the way here was: a session that is open on a worker is aborted, the worker
+itself says what its weights are, who is untouched and was paused by this update generates again, torn ones stay paused,
+and a group that may be broken is left by all. Workers that are at the new version and run are not touched.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rlbus.controller.causes import fault
+from rlbus.controller.seats import blame, change
+from rlbus.controller.update_state import (
+    FORWARD,
+    Action,
+    Ask,
+    Damage,
+    Drop,
+    Hold,
+    Seat,
+    Stage,
+    Tell,
+    UpdateState,
+)
+from rlbus.schemas import (
+    AbortWeights,
+    CommandBody,
+    DestroyGroup,
+    FaultCode,
+    GetVersion,
+    LeaveTask,
+    Outcome,
+    ResumeGeneration,
+    WorkerId,
+)
+
+# How often and after how many seconds a worker that is busy (still ending a pause that nobody wants any more) is asked
+# again to resume: 60 s in all.
+MAX_FREE_TRIES = 120
+FREE_RETRY_S = 0.5
+
+Decision = tuple[UpdateState, tuple[Action, ...]]
+
+
+def wind_down(state: UpdateState) -> Decision:
+    """Begin to end the update, from wherever it is."""
+    before: list[Action] = []
+    if state.step is not None and state.pending:
+        before.append(Drop(state.step))
+    if state.stage in FORWARD:
+        state = replace(state, failed_in=state.phase)
+        if state.stage in (Stage.JOIN, Stage.RECEIVE):
+            # Somebody may hang in a collective, or hold a half joined group.
+            state = replace(state, is_group_suspect=True)
+    if state.group is not None and state.is_group_suspect:
+        reason = state.causes[-1].message if state.causes else "the group is in doubt"
+        leave = LeaveTask(op_id=state.plan.request.op_id, epoch=state.group.plan.epoch, reason=reason)
+        before.append(Tell(leave))
+    return _after(_abort(state), *before)
+
+
+def _abort(state: UpdateState) -> Decision:
+    opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
+    if not opened:
+        return _free(state)
+    reason = state.causes[-1].message if state.causes else "the update ended"
+    body = AbortWeights(update_op_id=state.plan.request.op_id, reason=reason)
+    return _ask(state, Stage.ABORT, body, opened)
+
+
+def _after_abort(state: UpdateState) -> Decision:
+    if state.pending:
+        return state, ()
+    opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
+    if opened and state.may_have_sent:
+        return _ask(state, Stage.SETTLE, GetVersion(), opened)
+    for worker in opened:
+        state = change(state, worker, damage=Damage.NONE)  # no byte can have reached it
+    return _free(state)
+
+
+def _after_settle(state: UpdateState) -> Decision:
+    return (state, ()) if state.pending else _free(state)
+
+
+def _free(state: UpdateState) -> Decision:
+    """Let go who was paused for nothing, and who turned out to be at the new version after all.
+
+    Not a worker that stayed at the old version while others are at the new one: two versions would serve side by side.
+    With `require` that was asked for.
+    """
+    free = _to_free(state)
+    if not free:
+        return _leave(state)
+    return _ask(replace(state, num_tries=1), Stage.FREE, ResumeGeneration(), free)
+
+
+def _to_free(state: UpdateState) -> tuple[WorkerId, ...]:
+    has_new = any(seat.damage is Damage.COMMITTED for seat in state.seats.values())
+    may_be_old = not has_new or state.plan.request.require is not None
+
+    def is_held_for_nothing(seat: Seat) -> bool:
+        if seat.hold not in (Hold.ASKED, Hold.PAUSED):
+            return False
+        return (seat.damage is Damage.NONE and may_be_old) or (seat.damage is Damage.COMMITTED and seat.is_good)
+
+    return _who(state, is_held_for_nothing)
+
+
+def _after_free(state: UpdateState) -> Decision:
+    if state.pending:
+        return state, ()
+    busy = _to_free(state)
+    if not busy:
+        return _leave(state)
+    if state.num_tries < MAX_FREE_TRIES:
+        state = replace(state, num_tries=state.num_tries + 1)
+        step = f"{Stage.FREE.value}-{state.num_tries}"
+        return _ask(state, Stage.FREE, ResumeGeneration(), busy, step=step, after_s=FREE_RETRY_S)
+    for worker in busy:
+        why = fault(FaultCode.BUSY, f"still busy after {MAX_FREE_TRIES} tries to resume it; it may stay paused")
+        state = blame(change(state, worker, hold=Hold.STUCK), worker, Outcome.FAILED, why)
+    return _leave(state)
+
+
+def _leave(state: UpdateState) -> Decision:
+    members: tuple[WorkerId, ...] = ()
+    if state.group is not None and state.is_group_suspect:
+        members = tuple(w for w in state.group.workers if not state.seats[w].is_gone)
+    if state.group is None or not members:
+        return replace(state, stage=Stage.DONE, step=None, pending=frozenset()), ()
+    return _ask(state, Stage.LEAVE, DestroyGroup(epoch=state.group.plan.epoch), members)
+
+
+def _after_leave(state: UpdateState) -> Decision:
+    return (state, ()) if state.pending else (replace(state, stage=Stage.DONE, step=None), ())
+
+
+def _ask(
+    state: UpdateState,
+    stage: Stage,
+    body: CommandBody,
+    workers: tuple[WorkerId, ...],
+    *,
+    step: str | None = None,
+    after_s: float = 0.0,
+) -> Decision:
+    step = stage.value if step is None else step
+    state = replace(state, stage=stage, step=step, pending=frozenset(workers), accepted=frozenset())
+    return state, (Ask(step, body, workers, is_ending=True, after_s=after_s),)
+
+
+def _who(state: UpdateState, holds: Callable[[Seat], bool]) -> tuple[WorkerId, ...]:
+    return tuple(w for w, seat in state.seats.items() if not seat.is_gone and holds(seat))
+
+
+def _after(decision: Decision, *before: Action) -> Decision:
+    return decision[0], (*before, *decision[1])
+
+
+WINDING: dict[Stage, Callable[[UpdateState], Decision]] = {
+    Stage.ABORT: _after_abort,
+    Stage.SETTLE: _after_settle,
+    Stage.FREE: _after_free,
+    Stage.LEAVE: _after_leave,
+}

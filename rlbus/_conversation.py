@@ -1,0 +1,209 @@
+"""One request to the controller, from its first send to its last reply.
+
+A long op is a stream of replies that can lose its way: the server restarts, a reply is dropped, the controller is
+replaced. So the same request, with the same `op_id`, is sent again after a silence, and joins the op that runs. Four
+limits apart, none of them endless: the first answer, silence in between, a controller that was there and is gone, and
+the op's own deadline.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rlbus import subjects
+from rlbus.bus import Bus, ReplyStream
+from rlbus.errors import BrokenError, DeadlineError, RLBusError, error_from_fault
+from rlbus.schemas import (
+    CancelOp,
+    ControlReply,
+    ControlRequest,
+    Fault,
+    FaultCode,
+    FleetView,
+    OpProgress,
+    OpResult,
+    Refusal,
+)
+
+CONTROLLER = "controller"
+
+ProgressHandler = Callable[[OpProgress], None]
+_log = logging.getLogger("rlbus.client")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long which kind of silence is borne, in seconds.
+
+    `silence_s`: without any reply, then the request is sent again (the controller speaks at least every second).
+    `first_answer_s`: until the first reply; `lost_s`: since the last one, when the controller had spoken before.
+    `grace_s`: beyond the request's deadline, for the reply to travel. `retry_s`: between two sends.
+    `awaits_controller`: that nobody listens is no error until the deadline (whoever waits for a fleet to come up).
+    """
+
+    silence_s: float = 5.0
+    first_answer_s: float = 15.0
+    lost_s: float = 30.0
+    grace_s: float = 5.0
+    retry_s: float = 0.5
+    awaits_controller: bool = False
+
+
+DEFAULT_PATIENCE = Patience()
+# How long taking an op back may hold up whoever was cancelled.
+CANCEL_LIMIT_S = 5.0
+# A request that is sent at its very deadline is still given this long, so that it is answered rather than expired.
+MIN_DEADLINE_S = 0.1
+
+
+def op_name(request: ControlRequest) -> str:
+    """The tag of a request, which is also the last token of its subject."""
+    return str(request.__struct_config__.tag)
+
+
+def show_progress(handler: ProgressHandler | None, progress: OpProgress) -> None:
+    """Call a user's handler; one that raises is logged, since a broken display must not end an op."""
+    if handler is None:
+        return
+    try:
+        handler(progress)
+    except Exception:  # noqa: BLE001 - the user's own code; the log has it, and the op goes on
+        _log.exception("the progress handler raised; op %s goes on", progress.op_id)
+
+
+def no_controller(namespace: str) -> BrokenError:
+    """What everybody is told when nobody takes requests in `namespace`."""
+    problem = "no controller answers; start one with `rlbus controller` or `rlbus up`, or check the namespace"
+    return BrokenError(f"namespace {namespace}", problem)
+
+
+def error_of_refusal(refusal: Refusal, request: ControlRequest) -> RLBusError:
+    """The exception for a refusal; one about the op's own deadline is a DeadlineError."""
+    return error_of_fault(refusal.fault, op_name(request), request.deadline_s)
+
+
+def error_of_fault(fault: Fault, op: str, deadline_s: float) -> RLBusError:
+    """The exception for a fault that ended `op` before it began; a passed deadline is a DeadlineError."""
+    if fault.code is FaultCode.DEADLINE:
+        return DeadlineError(op, deadline_s, fault.message)
+    return error_from_fault(fault, CONTROLLER)
+
+
+async def converse(
+    bus: Bus,
+    namespace: str,
+    request: ControlRequest,
+    *,
+    on_reply: Callable[[ControlReply], None],
+    patience: Patience = DEFAULT_PATIENCE,
+) -> OpResult | FleetView:
+    """Send `request` and hear it out; `on_reply` gets everything before the last reply. It must not block.
+
+    Raises:
+        FaultError: refused. DeadlineError: not ended within the request's deadline, or no answer at all.
+        BrokenError: nobody listens, or the controller went away while the op ran (its outcome is unknown).
+    Cancel: the op goes on at the controller; `take_back` ends it.
+    """
+    loop = asyncio.get_running_loop()
+    wait = _Wait(bus, namespace, request, patience, started=loop.time())
+    while True:
+        try:
+            last = await _attempt(wait, on_reply)
+        except (DeadlineError, BrokenError) as exc:
+            end = wait.give_up(exc, loop.time())
+            if end is not None:
+                raise end from exc
+            await asyncio.sleep(patience.retry_s)
+            continue
+        if isinstance(last, Refusal):
+            raise error_of_refusal(last, request)
+        return last
+
+
+async def ask(bus: Bus, namespace: str, request: ControlRequest, *, limit_s: float) -> None:
+    """Send a short request that is answered with `OpAccepted` (a manifest page, a signal, a cancel).
+
+    Raises:
+        FaultError: refused. DeadlineError: no answer within `limit_s`. BrokenError: nobody listens, or disconnected.
+    Cancel: the request may have been taken.
+    """
+    subject = subjects.control(namespace, op_name(request))
+    reply: ControlReply = await bus.request(subject, request, ControlReply, limit_s=limit_s)
+    if isinstance(reply, Refusal):
+        raise error_of_refusal(reply, request)
+
+
+async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> None:
+    """Ask the controller to end `op_id`, for whoever no longer waits for it. Bounded by CANCEL_LIMIT_S.
+
+    That nobody takes the request is no error here: the caller is leaving, with an error of its own.
+    Cancel: the request may have been taken.
+    """
+    request = CancelOp(op_id=bus.new_id(), deadline_s=CANCEL_LIMIT_S, caller=caller, of_op_id=op_id)
+    with contextlib.suppress(RLBusError):
+        await ask(bus, namespace, request, limit_s=CANCEL_LIMIT_S)
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Where a conversation stands; decides when it is over."""
+
+    bus: Bus
+    namespace: str
+    request: ControlRequest
+    patience: Patience
+    started: float
+    heard_at: float | None = None
+
+    @property
+    def end(self) -> float:
+        """When the request's own deadline and its grace are over, in loop time."""
+        return self.started + self.request.deadline_s + self.patience.grace_s
+
+    def limit_s(self, now: float) -> float:
+        """How long the next reply may take."""
+        return max(0.001, min(self.patience.silence_s, self.end - now))
+
+    def request_at(self, now: float) -> ControlRequest:
+        """What to send now: until the controller was heard, its deadline shrinks with the time that has passed."""
+        if self.heard_at is not None:
+            return self.request
+        left_s = self.started + self.request.deadline_s - now
+        return msgspec.structs.replace(self.request, deadline_s=max(MIN_DEADLINE_S, left_s))
+
+    def give_up(self, exc: DeadlineError | BrokenError, now: float) -> RLBusError | None:
+        """The error that ends it all, or None: send again."""
+        op, deadline_s = op_name(self.request), self.request.deadline_s
+        nobody = isinstance(exc, BrokenError) and self.bus.transport.is_connected
+        if self.heard_at is None:
+            limit_s = deadline_s if self.patience.awaits_controller else min(deadline_s, self.patience.first_answer_s)
+            is_over = now >= self.started + limit_s
+            if nobody and (is_over or not self.patience.awaits_controller):
+                return no_controller(self.namespace)
+            if is_over:
+                return DeadlineError(op, limit_s, f"the controller of namespace {self.namespace} doesn't answer: {exc}")
+            return None
+        if now >= self.end:
+            return DeadlineError(op, deadline_s, f"op {self.request.op_id} may still run; last: {exc}")
+        if now - self.heard_at >= self.patience.lost_s:
+            problem = f"went away while op {self.request.op_id} ({op}) ran; its outcome is unknown"
+            return BrokenError(f"controller of namespace {self.namespace}", problem)
+        return None
+
+
+async def _attempt(wait: _Wait, on_reply: Callable[[ControlReply], None]) -> OpResult | FleetView | Refusal:
+    """One send, and its replies until the last one or a silence."""
+    loop = asyncio.get_running_loop()
+    subject = subjects.control(wait.namespace, op_name(wait.request))
+    replies: ReplyStream[ControlReply] = wait.bus.stream(subject, wait.request_at(loop.time()), ControlReply)
+    async with replies as stream:
+        while True:
+            reply = await stream.next(wait.limit_s(loop.time()))
+            wait.heard_at = loop.time()
+            if isinstance(reply, OpResult | FleetView | Refusal):
+                return reply
+            on_reply(reply)

@@ -1,0 +1,247 @@
+"""Commands that ask the controller: workers, status, versions, pause, resume, flush, abort, update."""
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of, version_of
+from rlbus.cli.output import ExitCode, Output, exit_code_of_report
+from rlbus.cli.views import failure_text, show_report, show_status, show_workers
+from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, VERB_DEADLINE_S, FleetClient, ProgressHandler
+from rlbus.errors import ConfigError, DeadlineError
+from rlbus.schemas import FleetView, PauseMode, Report, Target
+
+# How long `--watch` waits for an event before it looks again anyway (ages grow).
+WATCH_S = 2.0
+
+# Runs one verb: (client, target, progress handler) -> report.
+Verb = Callable[[FleetClient, Target, ProgressHandler], Awaitable[Report]]
+
+
+def _deadline(given: float | None, default_s: float) -> float:
+    return default_s if given is None else given
+
+
+def _run_verb(
+    what: str,
+    json: bool,
+    url: str | None,
+    namespace: str | None,
+    components: list[str] | None,
+    workers: list[str] | None,
+    verb: Verb,
+) -> None:
+    """Run one verb on the fleet, show its report, and end with its code."""
+    out = Output(json)
+
+    async def work(fleet: FleetClient) -> ExitCode:
+        target = target_of(components, workers)
+        with out.progress(what) as on_progress:
+            report = await verb(fleet, target, on_progress)
+        if json:
+            out.document(report)
+        else:
+            show_report(out, report)
+        code = exit_code_of_report(report)
+        if code is not ExitCode.OK:
+            typer.echo(f"rlbus: {failure_text(report)}", err=True)
+        return code
+
+    run_on_fleet(out, url, namespace, work)
+
+
+def pause(
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    mode: Annotated[
+        PauseMode, typer.Option(help="What happens to requests in flight: frozen, finished first, or ended.")
+    ] = PauseMode.KEEP,
+    keep_cache: Annotated[bool, typer.Option("--keep-cache", help="Leave the prefix cache as it is.")] = False,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Hold the engines still. If one fails, the others are resumed again."""
+
+    async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
+        return await fleet.pause(
+            target,
+            mode=mode,
+            clear_cache=not keep_cache,
+            deadline_s=_deadline(deadline, VERB_DEADLINE_S),
+            on_progress=on_progress,
+            check=False,
+        )
+
+    _run_verb("pause", json, url, namespace, component, worker, verb)
+
+
+def resume(
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    force: Annotated[bool, typer.Option("--force", help="Also those with dirty weights. This is logged.")] = False,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Let the engines generate again."""
+
+    async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
+        deadline_s = _deadline(deadline, VERB_DEADLINE_S)
+        return await fleet.resume(target, force=force, deadline_s=deadline_s, on_progress=on_progress, check=False)
+
+    _run_verb("resume", json, url, namespace, component, worker, verb)
+
+
+def flush(
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Empty every cache of the engines."""
+
+    async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
+        deadline_s = _deadline(deadline, VERB_DEADLINE_S)
+        return await fleet.flush(target, deadline_s=deadline_s, on_progress=on_progress, check=False)
+
+    _run_verb("flush", json, url, namespace, component, worker, verb)
+
+
+def abort(
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    request: Annotated[
+        list[str] | None, typer.Option("--request", metavar="ID", help="Only this request; may be repeated.")
+    ] = None,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """End requests in flight: all, or those named."""
+
+    async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
+        return await fleet.abort(
+            target,
+            request_ids=request or None,
+            deadline_s=_deadline(deadline, VERB_DEADLINE_S),
+            on_progress=on_progress,
+            check=False,
+        )
+
+    _run_verb("abort", json, url, namespace, component, worker, verb)
+
+
+def versions(
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Ask each worker which weights it has."""
+
+    async def verb(fleet: FleetClient, target: Target, _on_progress: ProgressHandler) -> Report:
+        return await fleet.versions(target, deadline_s=_deadline(deadline, QUESTION_DEADLINE_S), check=False)
+
+    _run_verb("versions", json, url, namespace, component, worker, verb)
+
+
+def update(
+    folder: Annotated[
+        Path,
+        typer.Option("--from", metavar="DIR", help="Safetensors folder, as the workers see it."),
+    ],
+    version: Annotated[
+        str | None,
+        typer.Option("--version", metavar="STEP", help="Step, or incarnation.step; without it the fleet's next."),
+    ] = None,
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    pause_mode: Annotated[PauseMode, typer.Option(help="What happens to requests in flight.")] = PauseMode.KEEP,
+    allow_rollback: Annotated[bool, typer.Option("--allow-rollback", help="Take an older version too.")] = False,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Give the engines the weights of a safetensors folder that each of them can read."""
+
+    async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
+        return await fleet.reload(
+            str(folder.absolute()),
+            target,
+            version=version_of(version),
+            pause_mode=pause_mode,
+            allow_rollback=allow_rollback,
+            deadline_s=_deadline(deadline, RELOAD_DEADLINE_S),
+            on_progress=on_progress,
+            check=False,
+        )
+
+    _run_verb("update", json, url, namespace, component, worker, verb)
+
+
+def workers(url: Url = None, namespace: Namespace = None, deadline: Deadline = None, json: Json = False) -> None:
+    """List the workers: who they are, whether they live, what they do, which weights they have."""
+    out = Output(json)
+
+    async def work(fleet: FleetClient) -> ExitCode:
+        view = await fleet.status(deadline_s=_deadline(deadline, QUESTION_DEADLINE_S))
+        if json:
+            out.document({"namespace": view.namespace, "workers": view.members})
+        else:
+            show_workers(out, view)
+        return _code_of_view(view)
+
+    run_on_fleet(out, url, namespace, work)
+
+
+def status(
+    url: Url = None,
+    namespace: Namespace = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again on every change, until Ctrl-C.")] = False,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Show the fleet: version, running op, who is admitted, who is paused by whom, who is dirty."""
+    out = Output(json)
+
+    async def work(fleet: FleetClient) -> ExitCode:
+        deadline_s = _deadline(deadline, QUESTION_DEADLINE_S)
+        if watch and json:
+            raise ConfigError("--watch", True, "goes without --json, which is one document")
+        if watch:
+            await _watch(out, fleet, deadline_s)
+        view = await fleet.status(deadline_s=deadline_s)
+        if json:
+            out.document(view)
+        else:
+            show_status(out, view)
+        return _code_of_view(view)
+
+    run_on_fleet(out, url, namespace, work)
+
+
+def _code_of_view(view: FleetView) -> ExitCode:
+    return ExitCode.OK if view.members else ExitCode.NOTHING_THERE
+
+
+async def _watch(out: Output, fleet: FleetClient, deadline_s: float) -> NoReturn:
+    """Show the fleet after each event, and every WATCH_S, until cancelled."""
+    async with fleet.watch() as events:
+        while True:
+            view = await fleet.status(deadline_s=deadline_s)
+            typer.clear()
+            show_status(out, view)
+            with contextlib.suppress(DeadlineError):
+                await events.next(WATCH_S)

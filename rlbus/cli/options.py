@@ -1,0 +1,115 @@
+"""Options that commands share, and the way every command runs: connect, do, end with a code, bounded and without
+tracebacks.
+"""
+
+import asyncio
+import contextlib
+import getpass
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from rlbus.cli.output import ExitCode, Output
+from rlbus.client import FleetClient
+from rlbus.config import BusConfig
+from rlbus.errors import ConfigError, RLBusError
+from rlbus.schemas import Target, Version, WorkerId, is_instance_id, is_token, split_worker_id
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="nats://[token@]host:port of the server. [env: RLBUS_URL]"),
+]
+Namespace = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", metavar="NAME", help="The fleet. [env: RLBUS_NAMESPACE] [default: default]"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout, and nothing else.")]
+Deadline = Annotated[
+    float | None,
+    typer.Option("--deadline", metavar="SECONDS", min=0.1, help="How long the whole may take."),
+]
+Components = Annotated[
+    list[str] | None,
+    typer.Option("--component", "-c", metavar="NAME", help="Only workers of this component; may be repeated."),
+]
+Workers = Annotated[
+    list[str] | None,
+    typer.Option("--worker", "-w", metavar="COMPONENT/ID", help="Only this worker; may be repeated."),
+]
+
+_log = logging.getLogger("rlbus.cli")
+
+
+def caller_name() -> str:
+    """Who types, for the controller's log: `cli:<user>@<host>`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user id without a name
+        user = "?"
+    return f"cli:{user}@{socket.gethostname()}"
+
+
+def target_of(components: list[str] | None, workers: list[str] | None) -> Target:
+    """The target that the options mean. Raises ConfigError for a name that can't be one."""
+    if components and workers:
+        raise ConfigError("--worker", ", ".join(workers), "give --component or --worker, not both")
+    for component in components or ():
+        if not is_token(component):
+            raise ConfigError("--component", component, "use 1 to 64 of A-Z a-z 0-9 _ -")
+    for worker in workers or ():
+        component, instance_id = split_worker_id(WorkerId(worker))
+        if not is_token(component) or not is_instance_id(instance_id):
+            raise ConfigError("--worker", worker, "use COMPONENT/ID as `rlbus workers` shows it")
+    return Target(
+        components=tuple(components) if components else None,
+        workers=tuple(WorkerId(worker) for worker in workers) if workers else None,
+    )
+
+
+def version_of(text: str | None) -> Version | None:
+    """`7` or `1.7` (incarnation.step) as a version. Raises ConfigError."""
+    if text is None:
+        return None
+    incarnation, _, step = text.rpartition(".")
+    if not step.isdecimal() or not (incarnation or "0").isdecimal():
+        raise ConfigError("--version", text, "use a step such as 7, or incarnation.step such as 1.7")
+    return Version(incarnation=int(incarnation or 0), step=int(step))
+
+
+def run_command(out: Output, work: Callable[[], Coroutine[Any, Any, ExitCode]]) -> NoReturn:
+    """Run a command's coroutine to its end; everything that ends it becomes an exit code and one line.
+
+    Raises: typer.Exit with the code.
+    """
+    try:
+        code = asyncio.run(work())
+    except (RLBusError, KeyboardInterrupt) as exc:
+        code = out.error(exc)
+    except Exception as exc:  # noqa: BLE001 - a bug of ours: one line for the user, the traceback with -v
+        _log.info("the command failed", exc_info=True)
+        code = out.error(exc)
+    raise typer.Exit(int(code))
+
+
+def run_on_fleet(
+    out: Output, url: str | None, namespace: str | None, work: Callable[[FleetClient], Awaitable[ExitCode]]
+) -> NoReturn:
+    """Connect, run `work` with a client of the controller, close, and end with its code.
+
+    Raises: typer.Exit with the code.
+    """
+
+    async def connected() -> ExitCode:
+        from rlbus.connecting import connect_bus
+
+        config = BusConfig.from_env(url=url, namespace=namespace)
+        caller = caller_name()
+        async with contextlib.AsyncExitStack() as stack:
+            bus = await connect_bus(config, name=caller)
+            stack.push_async_callback(bus.aclose)
+            return await work(FleetClient(bus, config.namespace, caller=caller))
+
+    run_command(out, connected)

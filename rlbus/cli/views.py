@@ -1,0 +1,139 @@
+"""Fleet views and reports as text for people: who is there, who is paused by whom, who is dirty, how an op ended."""
+
+import time
+from collections.abc import Sequence
+
+from rlbus.cli.output import Output, age
+from rlbus.schemas import (
+    AbortedData,
+    FleetView,
+    Generation,
+    Liveness,
+    MemberView,
+    Outcome,
+    PausedData,
+    Report,
+    WeightsData,
+    WeightsState,
+    WeightsView,
+    WorkerOutcome,
+)
+
+HOW_TO_START = "start one with `rlbus worker fake`, `rlbus worker torch` or `rlbus worker vllm MODEL`"
+
+
+def show_workers(out: Output, view: FleetView) -> None:
+    """One line per worker, then what must not be overlooked."""
+    if not view.members:
+        out.line(f"no workers in namespace {view.namespace}; {HOW_TO_START}")
+        return
+    now = time.time()
+    head = ("WORKER", "ENGINE", "MODEL", "RANKS", "LIVENESS", "GENERATION", "WEIGHTS", "ADMITTED", "SEEN")
+    out.table(head, [_member_row(member, now) for member in view.members])
+    for member in view.members:
+        for warning in warnings_of(member, now):
+            out.loud(f"{member.worker} {warning}")
+
+
+def show_status(out: Output, view: FleetView) -> None:
+    """The fleet in two lines, then its workers."""
+    version = "none" if view.version is None else str(view.version)
+    parts = [f"namespace {view.namespace}", f"version {version}", f"running op {view.op_id or 'none'}"]
+    parts += [f"group {'none' if view.epoch is None else view.epoch}", f"controller term {view.term}"]
+    out.line(", ".join(parts))
+    if view.members:
+        num_admitted = sum(member.admitted for member in view.members)
+        ranks = sum(m.descriptor.world_size for m in view.members if m.liveness is Liveness.ALIVE)
+        out.line(f"{len(view.members)} workers, {num_admitted} admitted, {ranks} live ranks")
+    show_workers(out, view)
+
+
+def warnings_of(member: MemberView, now: float) -> list[str]:
+    """What an operator has to know about a worker, in words. `now` in Unix seconds."""
+    found = []
+    weights, pause = member.status.weights, member.status.pause
+    if weights.state is WeightsState.DIRTY:
+        last = "" if weights.last_good is None else f" (last good: {weights.last_good})"
+        found.append(f"is DIRTY{last}: its weights are torn, it stays paused until a full update or `rlbus update`")
+    if weights.state is WeightsState.UNKNOWN:
+        found.append("has UNKNOWN weights: nobody can say which, until an update")
+    if pause is not None:
+        found.append(f"is PAUSED by {pause.owner} ({pause.mode}) for {age(now - pause.since)}")
+    elif member.status.generation is Generation.PAUSED:
+        found.append("is PAUSED, by nobody that rlbus knows of")
+    if member.liveness in (Liveness.SUSPECT, Liveness.DEAD):
+        found.append(f"is {member.liveness.value.upper()}: last heard of {age(member.age_s)} ago")
+    if member.status.drift is not None:
+        found.append(f"DRIFTS: {member.status.drift}")
+    return found
+
+
+def weights_text(weights: WeightsView) -> str:
+    """`0.7`, `DIRTY`, `unknown`, or `clean` for weights that rlbus never gave."""
+    if weights.state is not WeightsState.CLEAN:
+        return weights.state.value.upper()
+    return "initial" if weights.version is None else str(weights.version)
+
+
+def _member_row(member: MemberView, now: float) -> Sequence[str]:
+    status, descriptor = member.status, member.descriptor
+    generation = status.generation.value
+    if status.pause is not None:
+        generation = f"paused {age(now - status.pause.since)}"
+    admitted = "yes" if member.admitted else f"no: {member.reason or 'not said why'}"
+    return (
+        member.worker,
+        descriptor.engine,
+        descriptor.model,
+        str(descriptor.world_size),
+        member.liveness.value,
+        generation,
+        weights_text(status.weights),
+        admitted,
+        f"{age(member.age_s)} ago",
+    )
+
+
+def show_report(out: Output, report: Report) -> None:
+    """How an op ended, one line per worker, and the seconds of each phase of a longer one."""
+    num_ok = sum(outcome.outcome is Outcome.OK for outcome in report.outcomes)
+    text = f"{report.op}: {report.status.value}, {num_ok} of {len(report.outcomes)} workers, {report.took_s:.2f} s"
+    if report.version is not None:
+        text += f", version {report.version}"
+    out.line(text)
+    if report.outcomes:
+        out.table(("WORKER", "OUTCOME", "PHASE", "SECONDS", "RESULT"), [_outcome_row(o) for o in report.outcomes])
+    if len(report.phases_s) > 1:
+        phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in report.phases_s.items())
+        out.line(f"seconds: {phases}  (engines stood still for {report.paused_s:.2f})")
+
+
+def _outcome_row(outcome: WorkerOutcome) -> Sequence[str]:
+    name = outcome.outcome.value
+    shown = name if outcome.outcome is Outcome.OK else name.upper()
+    return (outcome.worker, shown, outcome.phase, f"{outcome.took_s:.2f}", _result_text(outcome))
+
+
+def _result_text(outcome: WorkerOutcome) -> str:
+    if outcome.fault is not None:
+        return f"{outcome.fault.message} [{outcome.fault.code.value}]"
+    match outcome.data:
+        case WeightsData(weights=weights):
+            return f"weights {weights_text(weights)}"
+        case PausedData(num_aborted=num_aborted, num_held=num_held):
+            counts = [("ended", num_aborted), ("held", num_held)]
+            return ", ".join(f"{count} {what}" for what, count in counts if count is not None)
+        case AbortedData(num_aborted=num_aborted):
+            return f"{num_aborted} requests ended"
+        case _:
+            return ""
+
+
+def failure_text(report: Report) -> str:
+    """One line that says why a report isn't ok and what was first."""
+    if report.fault is not None:
+        return f"{report.op} {report.status.value}: {report.fault.message} [{report.fault.code.value}]"
+    for outcome in report.outcomes:
+        if outcome.fault is not None:
+            return f"{report.op} {report.status.value}: {outcome.worker}: {outcome.fault.message}"
+    return f"{report.op} {report.status.value}"

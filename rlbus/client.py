@@ -1,0 +1,320 @@
+"""FleetClient: what a trainer, an orchestrator or the CLI asks of the controller.
+
+Every verb is an op with an `op_id`; a lost reply costs nothing, since the request is sent again with the same `op_id`
+and joins the op that runs. A verb returns the op's report, or raises.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from rlbus import subjects
+from rlbus._conversation import (
+    CONTROLLER,
+    DEFAULT_PATIENCE,
+    Patience,
+    ProgressHandler,
+    ask,
+    converse,
+    op_name,
+    show_progress,
+    take_back,
+)
+from rlbus._transport import Message
+from rlbus.bus import Bus
+from rlbus.errors import BrokenError, ConfigError, DeadlineError
+from rlbus.reports import raise_for_report
+from rlbus.schemas import (
+    AbortFleet,
+    CancelOp,
+    ControllerEvent,
+    ControlReply,
+    ControlRequest,
+    FleetView,
+    FlushFleet,
+    GetFleet,
+    GetVersions,
+    OpProgress,
+    OpResult,
+    PauseFleet,
+    PauseMode,
+    ReloadFleet,
+    Report,
+    ResumeFleet,
+    Target,
+    Version,
+    WaitReady,
+)
+
+EVERYBODY = Target()
+# Defaults of deadlines, in seconds: a fleet verb, a question, a reload (engines read gigabytes), a fleet coming up.
+VERB_DEADLINE_S = 30.0
+QUESTION_DEADLINE_S = 10.0
+RELOAD_DEADLINE_S = 600.0
+READY_DEADLINE_S = 300.0
+# Events that may wait in a watcher before it counts as too slow and is ended with BrokenError.
+MAX_QUEUED_EVENTS = 4096
+
+
+def as_pause_mode(mode: PauseMode | str) -> PauseMode:
+    """The mode that a caller means. Raises ConfigError for a word that is none."""
+    try:
+        return PauseMode(mode)
+    except ValueError as exc:
+        raise ConfigError("pause mode", mode, "use keep, wait or abort") from exc
+
+
+class EventStream:
+    """The controller's facts as they come; get one from `FleetClient.watch`. Iterate it, or call `next`."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[ControllerEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        self._overflowed = False
+
+    def offer(self, event: ControllerEvent, _message: Message) -> None:
+        """Take one event; called by the bus, never blocks."""
+        if self._events.full():
+            self._overflowed = True
+        else:
+            self._events.put_nowait(event)
+
+    async def next(self, limit_s: float) -> ControllerEvent:
+        """The next event.
+
+        Raises:
+            DeadlineError: none within `limit_s`.
+            BrokenError: more than MAX_QUEUED_EVENTS came unread, so some are lost; read the state anew.
+        Cancel: no event is lost.
+        """
+        if self._overflowed and self._events.empty():
+            raise BrokenError("event stream", f"over {MAX_QUEUED_EVENTS} events came unread, and some are lost")
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._events.get()
+        except TimeoutError as exc:
+            raise DeadlineError("waiting for an event", limit_s) from exc
+
+
+class FleetClient:
+    """Asks the controller of one namespace. Made by `rlbus.connect(...)` as `.fleet`; it owns nothing to close.
+
+    `caller` is shown in events and in the log of who did what.
+    """
+
+    def __init__(self, bus: Bus, namespace: str, *, caller: str = "python") -> None:
+        self.bus = bus
+        self.namespace = namespace
+        self.caller = caller
+
+    async def pause(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        mode: PauseMode | str = PauseMode.KEEP,
+        clear_cache: bool = True,
+        deadline_s: float = VERB_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Hold engines still; if one fails, the others are resumed again.
+
+        Args (of every verb): `target` which workers; `op_id` to join an op that was begun before; `on_progress` is
+        called on the loop while the op runs; `check=False` returns a report that isn't ok instead of raising.
+
+        Raises (as every verb does): RefusedError tree: refused, nothing changed. PartialError: failed or partial.
+            DeadlineError: not ended within `deadline_s`. BrokenError: no controller, or it went away meanwhile.
+        Cancel (every verb): the op is taken back, which takes at most 5 s.
+        """
+        request = PauseFleet(
+            op_id=self._op_id(op_id),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            target=target,
+            mode=as_pause_mode(mode),
+            clear_cache=clear_cache,
+        )
+        return await self._run(request, on_progress, check)
+
+    async def resume(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        force: bool = False,
+        deadline_s: float = VERB_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Let engines generate again. Dirty ones refuse unless `force`, which is logged. Raises, Cancel: see pause."""
+        request = ResumeFleet(
+            op_id=self._op_id(op_id), deadline_s=deadline_s, caller=self.caller, target=target, force=force
+        )
+        return await self._run(request, on_progress, check)
+
+    async def flush(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        deadline_s: float = VERB_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Empty every cache of the engines. Raises, Cancel: see pause."""
+        return await self._run(
+            FlushFleet(op_id=self._op_id(op_id), deadline_s=deadline_s, caller=self.caller, target=target),
+            on_progress,
+            check,
+        )
+
+    async def abort(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        request_ids: Sequence[str] | None = None,
+        deadline_s: float = VERB_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """End requests in flight: those named, or all. Raises, Cancel: see pause."""
+        ids = None if request_ids is None else tuple(request_ids)
+        request = AbortFleet(
+            op_id=self._op_id(op_id), deadline_s=deadline_s, caller=self.caller, target=target, request_ids=ids
+        )
+        return await self._run(request, on_progress, check)
+
+    async def versions(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        deadline_s: float = QUESTION_DEADLINE_S,
+        check: bool = True,
+    ) -> Report:
+        """Ask each worker for its weights; each outcome's data is `WeightsData`. Raises, Cancel: see pause."""
+        return await self._run(
+            GetVersions(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller, target=target), None, check
+        )
+
+    async def reload(
+        self,
+        path: str,
+        target: Target = EVERYBODY,
+        *,
+        version: Version | None = None,
+        pause_mode: PauseMode | str = PauseMode.KEEP,
+        allow_rollback: bool = False,
+        deadline_s: float = RELOAD_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Load a safetensors folder that every worker can read. `version` None: the fleet's next step.
+
+        Raises, Cancel: see pause.
+        """
+        request = ReloadFleet(
+            op_id=self._op_id(op_id),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            path=path,
+            target=target,
+            version=version,
+            pause_mode=as_pause_mode(pause_mode),
+            allow_rollback=allow_rollback,
+        )
+        return await self._run(request, on_progress, check)
+
+    async def status(self, *, deadline_s: float = QUESTION_DEADLINE_S) -> FleetView:
+        """The controller's view of the fleet. Raises: see pause. Cancel: leaves nothing."""
+        return await self._view(
+            GetFleet(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller), None, DEFAULT_PATIENCE
+        )
+
+    async def wait_ready(
+        self,
+        *,
+        world_size: int | None = None,
+        num_workers: int | None = None,
+        target: Target = EVERYBODY,
+        deadline_s: float = READY_DEADLINE_S,
+        on_progress: ProgressHandler | None = None,
+    ) -> FleetView:
+        """Wait until the live workers' world sizes sum up to `world_size`, and/or there are `num_workers`.
+
+        It also waits for the controller itself to come up.
+
+        Raises:
+            DeadlineError: not there within `deadline_s`; says who or how many are missing.
+            BrokenError: no controller came up in that time. RefusedError: the request makes no sense.
+        Cancel: the wait is taken back, which takes at most 5 s.
+        """
+        request = WaitReady(
+            op_id=self.bus.new_id(),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            world_size=world_size,
+            num_workers=num_workers,
+            target=target,
+        )
+        return await self._view(request, on_progress, Patience(awaits_controller=True))
+
+    async def cancel(self, op_id: str, *, deadline_s: float = QUESTION_DEADLINE_S) -> None:
+        """Take an op back. It ends like any other failure, and its report goes to who asked for it.
+
+        Raises:
+            RefusedError: no such op (`unknown_op`). DeadlineError, BrokenError: see pause.
+        Cancel: the request may have been taken.
+        """
+        request = CancelOp(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller, of_op_id=op_id)
+        await ask(self.bus, self.namespace, request, limit_s=deadline_s)
+
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[EventStream]:
+        """The controller's facts from now on. Events may be lost: what counts is in `status` and in reports.
+
+        Cancel: the subscription ends.
+        """
+        events = EventStream()
+        subscription = self.bus.subscribe(subjects.controller_events(self.namespace), ControllerEvent, events.offer)
+        try:
+            yield events
+        finally:
+            subscription.unsubscribe()
+
+    def _op_id(self, op_id: str | None) -> str:
+        return self.bus.new_id() if op_id is None else op_id
+
+    async def _run(self, request: ControlRequest, on_progress: ProgressHandler | None, check: bool) -> Report:
+        """Ask for an op and return its report."""
+        last = await self._converse(request, on_progress, DEFAULT_PATIENCE)
+        if not isinstance(last, OpResult):
+            raise BrokenError(CONTROLLER, f"answered {op_name(request)} with a view of the fleet instead of a report")
+        if check:
+            raise_for_report(last.report)
+        return last.report
+
+    async def _view(
+        self, request: ControlRequest, on_progress: ProgressHandler | None, patience: Patience
+    ) -> FleetView:
+        """Ask a question that is answered with a view of the fleet."""
+        last = await self._converse(request, on_progress, patience)
+        if not isinstance(last, FleetView):
+            raise BrokenError(CONTROLLER, f"answered {op_name(request)} with a report instead of a view of the fleet")
+        return last
+
+    async def _converse(
+        self, request: ControlRequest, on_progress: ProgressHandler | None, patience: Patience
+    ) -> OpResult | FleetView:
+        """Send, hear out, and take the op back when our caller is cancelled."""
+
+        def on_reply(reply: ControlReply) -> None:
+            if isinstance(reply, OpProgress):
+                show_progress(on_progress, reply)
+
+        try:
+            return await converse(self.bus, self.namespace, request, on_reply=on_reply, patience=patience)
+        except asyncio.CancelledError:
+            await take_back(self.bus, self.namespace, request.op_id, self.caller)
+            raise

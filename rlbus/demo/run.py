@@ -1,0 +1,171 @@
+"""`rlbus demo`: server, controller, engines and a trainer, each a process, on a model made on the spot.
+
+Nothing is special about the pieces: the demo starts the same commands that a user would (`rlbus controller`,
+`rlbus worker ...`), and the trainer is a plain script. It ends within bounds, and takes everything down that it
+started.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from rlbus._process import Child
+from rlbus.demo.events import Failed, Ready, StepDone, Summary, TrainerEvent, summarise
+from rlbus.demo.table import StepTable
+from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError
+from rlbus.server import EmbeddedServer
+
+ENGINES = ("torch", "vllm")
+VOCAB_SIZE = 512
+NAMESPACE = "demo"
+# The whole demo; on 2 cores it takes about 2 minutes with vLLM.
+DEADLINE_S = 900.0
+# How often the line that says what is waited for is renewed.
+TICK_S = 5.0
+
+
+def main(*, engine: str, workers: int, updates: int, as_json: bool) -> int:
+    """Run the demo. Prints the summary as one line of JSON, last on stdout; the table goes to stderr with `as_json`.
+
+    Returns 0, or 1 when something failed or one of the demo's promises doesn't hold.
+    """
+    console = Console(stderr=as_json)
+    try:
+        _check(engine, workers, updates)
+        summary = asyncio.run(_run(console, engine, workers, updates))
+    except RLBusError as exc:
+        Console(stderr=True).print(f"rlbus demo: {exc}", style="bold red", highlight=False, soft_wrap=True)
+        return 1
+    for problem in summary.problems:
+        Console(stderr=True).print(f"rlbus demo: {problem}", style="bold red", highlight=False)
+    print(json.dumps(msgspec.to_builtins(summary)), flush=True)
+    return 1 if summary.problems else 0
+
+
+def _check(engine: str, workers: int, updates: int) -> None:
+    if engine not in ENGINES:
+        raise ConfigError("engine", engine, f"use one of {', '.join(ENGINES)}")
+    if workers < 1:
+        raise ConfigError("workers", workers, "use 1 or more")
+    if updates < 1:
+        raise ConfigError("updates", updates, "use 1 or more")
+
+
+async def _run(console: Console, engine: str, workers: int, updates: int) -> Summary:
+    title = f"rlbus demo: {workers} x {engine}, {updates} updates"
+    steps: list[StepDone] = []
+    with tempfile.TemporaryDirectory(prefix="rlbus-demo-") as folder, StepTable(console, title) as table:
+        table.status("making a tiny random model")
+        model = await asyncio.to_thread(_make_model, Path(folder) / "model")
+        async with EmbeddedServer(store_dir=Path(folder) / "nats") as server, contextlib.AsyncExitStack() as stack:
+            children = await _start(stack, server.url, engine, workers, model, Path(folder))
+            trainer = await _start_trainer(stack, server.url, engine, workers, updates, model, Path(folder))
+            table.status(f"waiting for {workers} {engine} engines to start")
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    async for event in _events(trainer, children, table, workers, engine):
+                        steps.append(event)
+                        table.add(event)
+            except TimeoutError as exc:
+                raise DeadlineError("the demo", DEADLINE_S, f"{len(steps)} of {updates} updates were done") from exc
+            if await trainer.wait() != 0 or len(steps) != updates:
+                raise BrokenError("trainer", f"ended after {len(steps)} of {updates} updates\n{trainer.log_tail()}")
+    return summarise(engine, workers, steps)
+
+
+def _make_model(folder: Path) -> Path:
+    # Needs torch, which the rest of this process doesn't.
+    from rlbus.workers.torch_lm.make import make_tiny_model
+
+    make_tiny_model(folder, vocab_size=VOCAB_SIZE)
+    return folder
+
+
+async def _start(
+    stack: contextlib.AsyncExitStack, url: str, engine: str, workers: int, model: Path, folder: Path
+) -> list[Child]:
+    """Start the controller and the workers; they are stopped when `stack` closes, in reverse order."""
+    env = {"RLBUS_URL": url, "RLBUS_NAMESPACE": NAMESPACE, **_engine_env(engine)}
+    jobs: list[tuple[str, list[str]]] = [("controller", ["controller"])]
+    for i in range(workers):
+        jobs.append((f"worker-{i + 1}", ["worker", engine, str(model), *_engine_options(engine)]))
+    children = []
+    for name, command in jobs:
+        argv = [sys.executable, "-m", "rlbus", *command]
+        child = await Child.start(name, argv, env=env, log=folder / f"{name}.log")
+        stack.push_async_callback(child.stop)
+        children.append(child)
+    return children
+
+
+async def _start_trainer(
+    stack: contextlib.AsyncExitStack, url: str, engine: str, workers: int, updates: int, model: Path, folder: Path
+) -> Child:
+    policy = "transformers" if engine == "vllm" else "torch"
+    argv = [sys.executable, "-m", "rlbus.demo.trainer", "--url", url, "--namespace", NAMESPACE, "--model", str(model)]
+    argv += ["--policy", policy, "--vocab-size", str(VOCAB_SIZE), "--workers", str(workers), "--updates", str(updates)]
+    child = await Child.start(
+        "trainer", argv, env={"OMP_NUM_THREADS": "1"}, log=folder / "trainer.log", stdout=asyncio.subprocess.PIPE
+    )
+    stack.push_async_callback(child.stop)
+    return child
+
+
+def _engine_env(engine: str) -> dict[str, str]:
+    if engine != "vllm":
+        return {}
+    from rlbus.workers.vllm_server.supervisor import small_machine_env
+
+    return small_machine_env()
+
+
+def _engine_options(engine: str) -> Sequence[str]:
+    """vLLM options for a tiny model on a machine without a GPU, in vLLM's own spelling."""
+    if engine != "vllm":
+        return ()
+    return ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20))
+
+
+async def _events(
+    trainer: Child, children: Sequence[Child], table: StepTable, workers: int, engine: str
+) -> AsyncIterator[StepDone]:
+    """The trainer's steps, until its output ends. Raises BrokenError when it, or one of the others, gave up."""
+    assert trainer.stdout is not None
+    started = time.monotonic()
+    ready = False
+    while True:
+        try:
+            async with asyncio.timeout(TICK_S):
+                line = await trainer.stdout.readline()
+        except TimeoutError:
+            _raise_if_ended(children)
+            if not ready:
+                waited = time.monotonic() - started
+                table.status(f"waiting for {workers} {engine} engines to start ({waited:.0f} s)")
+            continue
+        if not line:
+            return
+        event = msgspec.json.decode(line, type=TrainerEvent)  # type: ignore[arg-type]
+        match event:
+            case Failed(message=message):
+                _raise_if_ended(children)
+                raise BrokenError("trainer", message)
+            case Ready(workers=names):
+                ready = True
+                table.status(f"training on {', '.join(names)}")
+            case StepDone():
+                yield event
+
+
+def _raise_if_ended(children: Sequence[Child]) -> None:
+    for child in children:
+        if child.returncode is not None:
+            raise BrokenError(child.name, f"ended with status {child.returncode}\n{child.log_tail()}")

@@ -1,0 +1,111 @@
+"""`rlbus.connect`: one connection to the bus, and everything that hangs on it."""
+
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+
+from rlbus.bus import Bus
+from rlbus.client import FleetClient
+from rlbus.config import BusConfig
+from rlbus.errors import ClosedError, ConfigError
+from rlbus.trainer import Trainer
+from rlbus.transfer.plane import SenderPlane
+
+
+def default_caller(kind: str) -> str:
+    """Who we are in events and logs: kind, host and process."""
+    return f"{kind}:{socket.gethostname()}:{os.getpid()}"
+
+
+class Session:
+    """An open connection to one namespace; get it from `rlbus.connect`, which closes it.
+
+    `bus` is the typed bus, `fleet` the client of the controller.
+    """
+
+    def __init__(self, bus: Bus, namespace: str, *, caller: str | None = None) -> None:
+        self.bus = bus
+        self.namespace = namespace
+        self._caller = caller
+        self.fleet = FleetClient(bus, namespace, caller=default_caller("python") if caller is None else caller)
+        self._trainers: list[Trainer] = []
+        self._is_closed = False
+
+    def trainer(self, *, backend: str = "auto", host: str | None = None, plane: SenderPlane | None = None) -> Trainer:
+        """A trainer on this connection; it is closed with the session. Needs torch unless `plane` is given.
+
+        Args:
+            backend: "gloo", "nccl", or "auto" (nccl when torch sees a GPU).
+            host: the address under which workers reach this process; None finds the one that leads to the bus.
+            plane: a data plane of your own, instead of torch's process groups.
+
+        Raises:
+            ClosedError: after the session. ConfigError: torch isn't installed.
+        """
+        if self._is_closed:
+            raise ClosedError("session")
+        if plane is None:
+            plane = _torch_plane(backend, host)
+        caller = default_caller("trainer") if self._caller is None else self._caller
+        trainer = Trainer(self.bus, self.namespace, plane, caller=caller)
+        self._trainers.append(trainer)
+        return trainer
+
+    async def aclose(self) -> None:
+        """Close trainers, then the connection. Idempotent. Cancel: the connection is dropped at once."""
+        self._is_closed = True
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.bus.aclose)
+            for trainer in self._trainers:
+                stack.push_async_callback(trainer.aclose)
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    url: str | None = None,
+    *,
+    namespace: str | None = None,
+    token: str | None = None,
+    user: str | None = None,
+    password: str | None = None,
+    creds_file: str | None = None,
+    connect_s: float | None = None,
+    caller: str | None = None,
+) -> AsyncIterator[Session]:
+    """Connect to the bus: `async with rlbus.connect("nats://...", namespace="prod") as bus`.
+
+    What isn't given comes from the environment (RLBUS_URL, RLBUS_NAMESPACE, ...; see `rlbus.config`).
+
+    Raises:
+        ConfigError: no URL, or a setting is wrong. BrokenError: no server there, or it refused the credentials; in at
+            most `connect_s` seconds.
+    Cancel: the connection is closed.
+    """
+    config = BusConfig.from_env(
+        url=url,
+        namespace=namespace,
+        token=token,
+        user=user,
+        password=password,
+        creds_file=creds_file,
+        connect_s=connect_s,
+    )
+    from rlbus.connecting import connect_bus
+
+    name = default_caller("python") if caller is None else caller
+    session = Session(await connect_bus(config, name=name), config.namespace, caller=caller)
+    try:
+        yield session
+    finally:
+        await session.aclose()
+
+
+def _torch_plane(backend: str, host: str | None) -> SenderPlane:
+    try:
+        import torch  # noqa: F401 - only whether it is there
+    except ImportError as exc:
+        raise ConfigError("trainer", backend, 'sending weights needs torch: pip install "rlbus[torch]"') from exc
+    from rlbus.transfer.torch_plane import TorchPlane
+
+    return TorchPlane(backend=backend, host=host)

@@ -1,0 +1,268 @@
+"""`rlbus.Trainer`: the trainer for ordinary training loops, without asyncio.
+
+```python
+with rlbus.Trainer("nats://...", namespace="prod") as trainer:
+    trainer.wait_ready(world_size=16)
+    report = trainer.update_weights(model, version=step)
+```
+The connection lives on an event loop of its own in a background thread; heartbeats and reconnects go on while the
+training loop computes. Each method blocks its caller until it is done, may be called from any thread, and is ended by
+Ctrl-C: the op is taken back, then KeyboardInterrupt goes on.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rlbus._conversation import ProgressHandler
+from rlbus.client import EVERYBODY, READY_DEADLINE_S
+from rlbus.errors import ClosedError
+from rlbus.reports import UpdateReport
+from rlbus.schemas import FleetView, PauseMode, Report, Target, Version
+from rlbus.session import Session, connect
+from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S, Weights
+from rlbus.trainer import Trainer as AsyncTrainer
+from rlbus.transfer.plane import SenderPlane
+
+T = TypeVar("T")
+
+# How long a call that was interrupted may take to undo what it began, and how long closing may take.
+INTERRUPT_LIMIT_S = 30.0
+CLOSE_LIMIT_S = 30.0
+
+
+class LoopThread:
+    """An event loop in a daemon thread, so that a script that forgets to close still ends."""
+
+    def __init__(self, name: str) -> None:
+        self._started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+        self._loop = self._started.result(CLOSE_LIMIT_S)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop and wait for it. Ctrl-C cancels it, waits for its undoing, and is raised again.
+
+        Raises: whatever `work` raises. ClosedError: after `stop`. RuntimeError: called from the loop's own thread (a
+            callback), where it would wait for itself.
+        """
+        problem: Exception | None = None
+        if threading.current_thread() is self._thread:
+            problem = RuntimeError("called from a callback on rlbus' own thread, where it would wait for itself")
+        elif not self._thread.is_alive():
+            problem = ClosedError("trainer")
+        if problem is not None:
+            work.close()
+            raise problem
+        tasks: list[asyncio.Task[Any]] = []
+        future = asyncio.run_coroutine_threadsafe(_remembered(work, tasks), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                self._loop.call_soon_threadsafe(self._cancel, tasks)
+                concurrent.futures.wait([future], timeout=INTERRUPT_LIMIT_S)
+            raise
+
+    def _cancel(self, tasks: list[asyncio.Task[Any]]) -> None:
+        if not tasks:  # its first step is already scheduled, so it comes before this
+            self._loop.call_soon(self._cancel, tasks)
+        for task in tasks:
+            task.cancel()
+
+    def stop(self) -> None:
+        """End the loop and its thread, in at most CLOSE_LIMIT_S. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(CLOSE_LIMIT_S)
+
+    def _serve(self) -> None:
+        with asyncio.Runner() as runner:
+            self._started.set_result(runner.get_loop())
+            runner.run(self._wait_for_stop())
+
+    async def _wait_for_stop(self) -> None:
+        await self._stopping.wait()
+
+
+async def _remembered(work: Coroutine[Any, Any, T], tasks: list[asyncio.Task[Any]]) -> T:
+    """Run `work` where its task can be found, so that it can be cancelled and still be waited for."""
+    task = asyncio.current_task()
+    assert task is not None
+    tasks.append(task)
+    return await work
+
+
+class Trainer:
+    """The trainer without asyncio. Use it in a `with` statement: that connects, and closes at the end.
+
+    What isn't given comes from the environment (RLBUS_URL, RLBUS_NAMESPACE, ...; see `rlbus.config`). Callbacks are
+    called on rlbus' own thread and must not call back into the trainer.
+
+    Args:
+        url: "nats://host:port", with credentials in it or as `token`, `user` and `password`, or `creds_file`.
+        backend, host, plane: the data plane, see `Session.trainer`.
+        connect_s: how long connecting may take.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        namespace: str | None = None,
+        token: str | None = None,
+        user: str | None = None,
+        password: str | None = None,
+        creds_file: str | None = None,
+        connect_s: float | None = None,
+        caller: str | None = None,
+        backend: str = "auto",
+        host: str | None = None,
+        plane: SenderPlane | None = None,
+    ) -> None:
+        self._connection = connect(
+            url,
+            namespace=namespace,
+            token=token,
+            user=user,
+            password=password,
+            creds_file=creds_file,
+            connect_s=connect_s,
+            caller=caller,
+        )
+        self._backend, self._host, self._plane = backend, host, plane
+        self._loop: LoopThread | None = None
+        self._trainer: AsyncTrainer | None = None
+
+    def __enter__(self) -> "Trainer":
+        """Connect.
+
+        Raises: ConfigError, BrokenError: see `rlbus.connect`. ClosedError: entered a second time.
+        """
+        if self._loop is not None:
+            raise ClosedError("trainer")
+        self._loop = LoopThread("rlbus-trainer")
+        try:
+            self._trainer = self._loop.call(self._open())
+        except BaseException:
+            self._loop.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group and disconnect, within 60 s. Idempotent."""
+        if self._loop is None or self._trainer is None:
+            return
+        self._trainer = None
+        try:
+            self._loop.call(self._connection.__aexit__(None, None, None))
+        finally:
+            self._loop.stop()
+
+    @property
+    def version(self) -> Version | None:
+        """The last version that some worker took from us, None before the first."""
+        return self._open_trainer()[1].version
+
+    def wait_ready(
+        self,
+        *,
+        world_size: int | None = None,
+        num_workers: int | None = None,
+        target: Target = EVERYBODY,
+        deadline_s: float = READY_DEADLINE_S,
+        on_progress: ProgressHandler | None = None,
+    ) -> FleetView:
+        """Wait for the fleet; see `rlbus.AsyncTrainer.wait_ready`, also for what it raises."""
+        loop, trainer = self._open_trainer()
+        return loop.call(
+            trainer.wait_ready(
+                world_size=world_size,
+                num_workers=num_workers,
+                target=target,
+                deadline_s=deadline_s,
+                on_progress=on_progress,
+            )
+        )
+
+    def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: int | Version,
+        incarnation: int = 0,
+        target: Target = EVERYBODY,
+        require: int | None = None,
+        pause_mode: PauseMode | str = PauseMode.KEEP,
+        reset_prefix_cache: bool = True,
+        allow_rollback: bool = False,
+        deadline_s: float = UPDATE_DEADLINE_S,
+        stall_s: float = DEFAULT_STALL_S,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> UpdateReport:
+        """Give the fleet new weights; see `rlbus.AsyncTrainer.update_weights`, also for what it raises.
+
+        The weights are read on another thread while this call waits.
+        """
+        loop, trainer = self._open_trainer()
+        return loop.call(
+            trainer.update_weights(
+                weights,
+                version=version,
+                incarnation=incarnation,
+                target=target,
+                require=require,
+                pause_mode=pause_mode,
+                reset_prefix_cache=reset_prefix_cache,
+                allow_rollback=allow_rollback,
+                deadline_s=deadline_s,
+                stall_s=stall_s,
+                bucket_bytes=bucket_bytes,
+                on_progress=on_progress,
+                check=check,
+            )
+        )
+
+    def status(self) -> FleetView:
+        """The controller's view of the fleet; see `rlbus.FleetClient.status`."""
+        loop, trainer = self._open_trainer()
+        return loop.call(trainer.fleet.status())
+
+    def versions(self, target: Target = EVERYBODY) -> Report:
+        """Ask each worker for its weights; each outcome's data is `WeightsData`. See `rlbus.FleetClient.versions`."""
+        loop, trainer = self._open_trainer()
+        return loop.call(trainer.fleet.versions(target))
+
+    def pause(self, target: Target = EVERYBODY, *, mode: PauseMode | str = PauseMode.KEEP) -> Report:
+        """Hold engines still (for an evaluation, say); see `rlbus.FleetClient.pause`."""
+        loop, trainer = self._open_trainer()
+        return loop.call(trainer.fleet.pause(target, mode=mode))
+
+    def resume(self, target: Target = EVERYBODY) -> Report:
+        """Let engines generate again; see `rlbus.FleetClient.resume`."""
+        loop, trainer = self._open_trainer()
+        return loop.call(trainer.fleet.resume(target))
+
+    async def _open(self) -> AsyncTrainer:
+        session: Session = await self._connection.__aenter__()
+        try:
+            return session.trainer(backend=self._backend, host=self._host, plane=self._plane)
+        except BaseException:
+            await session.aclose()
+            raise
+
+    def _open_trainer(self) -> tuple[LoopThread, AsyncTrainer]:
+        if self._loop is None or self._trainer is None:
+            raise ClosedError("trainer (use it in a `with` statement)")
+        return self._loop, self._trainer

@@ -1,0 +1,347 @@
+"""The trainer's side of rlbus: wait for the fleet, give it new weights, read what became of it.
+
+```python
+async with rlbus.connect("nats://...", namespace="prod") as bus:
+    trainer = bus.trainer()
+    await trainer.wait_ready(world_size=16)
+    report = await trainer.update_weights(model, version=step)
+```
+Invariants: one update at a time; nothing is sent that wasn't announced; whatever ends an update, the process group is
+either whole (and used again by the next update) or left. The event loop is never blocked: what reads weights or uses
+the group runs in threads.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from rlbus._conversation import ProgressHandler, ask, converse, no_controller, show_progress, take_back
+from rlbus._sending import SenderHalf, SenderState, SendOrder
+from rlbus.bus import Bus
+from rlbus.client import EVERYBODY, READY_DEADLINE_S, FleetClient, as_pause_mode
+from rlbus.codec import MAX_MESSAGE_BYTES, encode
+from rlbus.errors import (
+    BrokenError,
+    ConfigError,
+    DeadlineError,
+    FaultError,
+    PartialError,
+    PayloadTooLargeError,
+    refused,
+)
+from rlbus.reports import UpdateReport
+from rlbus.schemas import (
+    ControlReply,
+    FaultCode,
+    FleetView,
+    OpProgress,
+    OpResult,
+    OpStatus,
+    PauseMode,
+    PutManifestPage,
+    Report,
+    SenderSignal,
+    SenderStep,
+    Target,
+    TensorSpec,
+    TensorSum,
+    UpdateWeights,
+    Version,
+)
+from rlbus.transfer.manifest import compare, digest, pages
+from rlbus.transfer.plane import SenderPlane, WeightSource
+
+# One bucket; the sender holds at most two beyond the source.
+DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
+UPDATE_DEADLINE_S = 600.0
+# How long an update bears that no byte moves.
+DEFAULT_STALL_S = 30.0
+# A page of a manifest stays at half of what a message may have.
+PAGE_BYTES = MAX_MESSAGE_BYTES // 2
+PAGE_LIMIT_S = 10.0
+# Before a page is sent again while the connection is down.
+RECONNECT_PAUSE_S = 1.0
+# A manifest that the controller forgot is sent again at most this often per update.
+MAX_MANIFEST_RESENDS = 2
+
+# A module, a state dict, a re-iterable source of (name, tensor), or an object with `specs()` that yields the same.
+Weights = Any
+
+
+class Trainer:
+    """Gives the fleet of one namespace new weights. Made by `rlbus.connect(...).trainer()`, closed with it.
+
+    `plane` is the data plane, owned and closed by the trainer. One trainer process per fleet sends at a time.
+    """
+
+    def __init__(self, bus: Bus, namespace: str, plane: SenderPlane, *, caller: str = "trainer") -> None:
+        self.fleet = FleetClient(bus, namespace, caller=caller)
+        # The last version that some worker took from us, None before the first.
+        self.version: Version | None = None
+        self._bus = bus
+        self._namespace = namespace
+        self._plane = plane
+        self._caller = caller
+        self._group = SenderState()
+        self._put_digest: str | None = None
+        self._running_op_id: str | None = None
+
+    async def wait_ready(
+        self,
+        *,
+        world_size: int | None = None,
+        num_workers: int | None = None,
+        target: Target = EVERYBODY,
+        deadline_s: float = READY_DEADLINE_S,
+        on_progress: ProgressHandler | None = None,
+    ) -> FleetView:
+        """Wait until the live workers have `world_size` ranks together, and/or are `num_workers`.
+
+        Raises:
+            DeadlineError: not there in time; says who or how many are missing. BrokenError: no controller came up.
+        Cancel: the wait is taken back, which takes at most 5 s.
+        """
+        return await self.fleet.wait_ready(
+            world_size=world_size,
+            num_workers=num_workers,
+            target=target,
+            deadline_s=deadline_s,
+            on_progress=on_progress,
+        )
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: int | Version,
+        incarnation: int = 0,
+        target: Target = EVERYBODY,
+        require: int | None = None,
+        pause_mode: PauseMode | str = PauseMode.KEEP,
+        reset_prefix_cache: bool = True,
+        allow_rollback: bool = False,
+        deadline_s: float = UPDATE_DEADLINE_S,
+        stall_s: float = DEFAULT_STALL_S,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> UpdateReport:
+        """Give the fleet `weights` as `version`; returns when every worker has a final outcome.
+
+        Args:
+            weights: a module, a state dict, or a source of (name, tensor) that can be iterated more than once. It must
+                not change until this returns.
+            version: the step, above that of the update before; an int is a step of `incarnation`.
+            require: how many workers have to end at the new version (None: all of the target).
+            pause_mode: what a pause does with requests in flight: keep, wait or abort.
+            deadline_s: for all of it; `stall_s`: for no byte moving.
+            bucket_bytes: size of what is sent at once; the memory used beyond the weights is twice that.
+            on_progress: called on the loop as the update moves on.
+            check: False returns a report that isn't ok instead of raising for it.
+
+        Raises (before anything is sent for the first two):
+            ConfigError: an argument makes no sense, or the source can't be read twice.
+            RefusedError: another update of ours runs (BusyError), `version` isn't newer (VersionRegressionError), the
+                tensors don't fit the engines' model (ManifestError names the first): nothing changed anywhere.
+            PartialError: failed or partial; `.report` has one outcome per worker, and what each was left in.
+            DeadlineError: no report in time. BrokenError: no controller, or it went away.
+        Cancel: the op is taken back and the group left, which takes at most 25 s.
+        """
+        started = asyncio.get_running_loop().time()
+        op_id = self._bus.new_id()
+        try:
+            if self._running_op_id is not None:
+                running = self._running_op_id
+                raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
+            step = self._checked_version(version, incarnation, allow_rollback)
+            self._running_op_id = op_id
+            try:
+                request = UpdateWeights(
+                    op_id=op_id,
+                    deadline_s=_positive("deadline_s", deadline_s),
+                    caller=self._caller,
+                    version=step,
+                    manifest_digest="",
+                    backend=self._plane.backend,
+                    rendezvous=await self._plane.rendezvous(),
+                    sender_id=self._plane.sender_id,
+                    num_trainer_ranks=self._plane.num_ranks,
+                    bucket_bytes=int(_positive("bucket_bytes", bucket_bytes)),
+                    target=target,
+                    require=require,
+                    pause_mode=as_pause_mode(pause_mode),
+                    reset_prefix_cache=reset_prefix_cache,
+                    allow_rollback=allow_rollback,
+                    stall_s=_positive("stall_s", stall_s),
+                )
+                report, cause = await self._announce_and_run(request, weights, on_progress)
+            finally:
+                self._running_op_id = None
+        except FaultError as exc:
+            if check:
+                raise
+            took_s = asyncio.get_running_loop().time() - started
+            return UpdateReport(_refused_report(op_id, exc, took_s))
+        if check and not report.ok:
+            _raise_for_update(report, cause)
+        return report
+
+    async def aclose(self) -> None:
+        """Leave the group and free the data plane. Idempotent. Cancel: the plane may still be open."""
+        await self._plane.aclose()
+
+    def _checked_version(self, version: int | Version, incarnation: int, allow_rollback: bool) -> Version:
+        if isinstance(version, int):
+            version = Version(incarnation=incarnation, step=version)
+        if version.step < 0 or version.incarnation < 0:
+            raise ConfigError("version", str(version), "use numbers from 0 on")
+        if self.version is not None and version < self.version and not allow_rollback:
+            message = f"version {version} is older than {self.version}, which this trainer sent before; versions grow"
+            raise refused(FaultCode.VERSION_REGRESSION, message, version=version, last=self.version)
+        return version
+
+    async def _announce_and_run(
+        self, request: UpdateWeights, weights: Weights, on_progress: ProgressHandler | None
+    ) -> tuple[UpdateReport, Exception | None]:
+        """Announce what will be sent, then run the op; a manifest that the controller forgot is announced again."""
+        source = await as_source(weights)
+        specs, manifest = await asyncio.to_thread(_manifest_of, source)
+        _check_size(specs)
+        request = msgspec.structs.replace(request, manifest_digest=manifest)
+        for num_resends in range(MAX_MANIFEST_RESENDS + 1):
+            await self._put_manifest(specs, manifest)
+            try:
+                return await self._run(request, source, specs, on_progress)
+            except FaultError as exc:
+                if exc.code is not FaultCode.MANIFEST_UNKNOWN or num_resends == MAX_MANIFEST_RESENDS:
+                    raise
+                self._put_digest = None
+                # A refusal is remembered under its op_id, so the repeat is a new op.
+                request = msgspec.structs.replace(request, op_id=self._bus.new_id())
+        raise AssertionError("the loop above returns or raises")
+
+    async def _put_manifest(self, specs: Sequence[TensorSpec], manifest: str) -> None:
+        if manifest == self._put_digest:
+            return
+        for page in pages(specs, PAGE_BYTES):
+            message = PutManifestPage(op_id=self._bus.new_id(), deadline_s=PAGE_LIMIT_S, caller=self._caller, page=page)
+            await self._put_page(message)
+        self._put_digest = manifest
+
+    async def _put_page(self, message: PutManifestPage) -> None:
+        """One page, sent once more if its answer was lost: a repeat changes nothing."""
+        for is_last in (False, True):
+            try:
+                await ask(self._bus, self._namespace, message, limit_s=PAGE_LIMIT_S)
+                return
+            except BrokenError as exc:
+                if self._bus.transport.is_connected:
+                    raise no_controller(self._namespace) from exc
+                if is_last:
+                    raise
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+            except DeadlineError:
+                if is_last:
+                    raise
+
+    async def _run(
+        self,
+        request: UpdateWeights,
+        source: WeightSource,
+        specs: tuple[TensorSpec, ...],
+        on_progress: ProgressHandler | None,
+    ) -> tuple[UpdateReport, Exception | None]:
+        """The op itself: hear the controller out while `SenderHalf` does what it says."""
+        order = SendOrder(request.op_id, request.version, source, specs, request.bucket_bytes)
+        half = SenderHalf(self._bus, self._namespace, self._plane, order, self._group, self._caller)
+
+        def on_reply(reply: ControlReply) -> None:
+            if isinstance(reply, OpProgress):
+                show_progress(on_progress, reply)
+            else:
+                half.on_reply(reply)
+
+        try:
+            async with half:
+                last = await self._hear_out(request, half, on_reply)
+        finally:
+            self._group = half.state
+        report = last.report
+        if report.status in (OpStatus.OK, OpStatus.PARTIAL):
+            self.version = request.version
+        num_tensors, send_s = (0, 0.0) if half.sent is None else (half.sent.num_tensors, half.sent.send_s)
+        return UpdateReport(report, num_tensors, send_s), half.cause
+
+    async def _hear_out(
+        self, request: UpdateWeights, half: SenderHalf, on_reply: Callable[[ControlReply], None]
+    ) -> OpResult:
+        try:
+            last = await converse(self._bus, self._namespace, request, on_reply=on_reply)
+        except (asyncio.CancelledError, DeadlineError, BrokenError):
+            # Nobody will tell us any more when to leave, and nobody here waits for the op.
+            await take_back(self._bus, self._namespace, request.op_id, self._caller)
+            await half.leave("the trainer gave the update up")
+            raise
+        if not isinstance(last, OpResult):
+            raise BrokenError(f"controller of namespace {self._namespace}", "answered an update without a report")
+        return last
+
+
+async def as_source(weights: Weights) -> WeightSource:
+    """What `update_weights` was given, as a source of announced tensors. Cancel: leaves nothing.
+
+    Raises: ConfigError: it is none of module, state dict, re-iterable source; or torch isn't installed.
+    """
+    if isinstance(weights, WeightSource):
+        return weights
+    try:
+        from rlbus.transfer.source import weight_source
+    except ImportError as exc:
+        raise ConfigError("weights", type(weights).__name__, 'needs torch: pip install "rlbus[torch]"') from exc
+    return await asyncio.to_thread(weight_source, weights)
+
+
+def _manifest_of(source: WeightSource) -> tuple[tuple[TensorSpec, ...], str]:
+    specs = source.specs()
+    if not specs:
+        raise ConfigError("weights", "", "there is no tensor in it")
+    compare(specs, specs)  # refuses a name that comes twice
+    return specs, digest(specs)
+
+
+def _check_size(specs: Sequence[TensorSpec]) -> None:
+    """Refuse what could not be reported afterwards: all checksums have to fit one message."""
+    sums = tuple(TensorSum(name=spec.name, checksum="0" * 16) for spec in specs)
+    try:
+        encode(SenderSignal(op_id="x" * 64, of_op_id="x" * 64, epoch=0, step=SenderStep.SENT, sums=sums))
+    except PayloadTooLargeError as exc:
+        message = f"{len(specs)} tensors are too many for one update: {exc}"
+        raise refused(FaultCode.TOO_LARGE, message, num_tensors=len(specs)) from exc
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError(name, value, "use a number above 0")
+    return value
+
+
+def _refused_report(op_id: str, error: FaultError, took_s: float) -> Report:
+    """The report of an op that was never begun."""
+    return Report(
+        op_id=op_id,
+        op="update_weights",
+        status=OpStatus.REFUSED,
+        outcomes=(),
+        phases_s={},
+        took_s=took_s,
+        fault=error.fault,
+    )
+
+
+def _raise_for_update(report: UpdateReport, cause: Exception | None) -> None:
+    """As `raise_for_report`, with what went wrong on this side as the cause."""
+    if cause is not None:
+        raise PartialError(report.report) from cause
+    report.raise_for_status()

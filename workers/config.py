@@ -1,0 +1,118 @@
+"""Who a worker is, and the settings of its agent. Durations are in seconds; each bounds exactly one thing.
+
+| variable | field | meaning |
+|---|---|---|
+| `RLBUS_COMPONENT` | `component` | part of the fleet; "backend" |
+| `RLBUS_INSTANCE_ID` | `instance_id` | decimal unsigned 64-bit integer; random per start |
+| `RLBUS_WEIGHT_ROOTS` | `weight_roots` | folders, with ":" between, below which weights may be loaded from disk |
+"""
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlbus.errors import ConfigError
+from rlbus.schemas import is_instance_id
+from rlbus.subjects import CONTROLLER
+from rlbus.schemas.ids import is_token
+
+DEFAULT_COMPONENT = "backend"
+# DESIGN section 3: heartbeats about every 5 s, with jitter.
+DEFAULT_HEARTBEAT_S = 5.0
+# field -> environment variable
+ENV_NAMES = {"component": "RLBUS_COMPONENT", "instance_id": "RLBUS_INSTANCE_ID", "weight_roots": "RLBUS_WEIGHT_ROOTS"}
+
+
+def random_instance_id() -> str:
+    """An instance id that no other worker has (64 random bits)."""
+    return str(secrets.randbits(64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which worker this is within its namespace. Without an instance id it gets a random one, for one start.
+
+    Raises:
+        ConfigError: a field is wrong; names it.
+    """
+
+    component: str = DEFAULT_COMPONENT
+    instance_id: str = field(default_factory=random_instance_id)
+
+    def __post_init__(self) -> None:
+        if not is_token(self.component) or self.component == CONTROLLER:
+            raise ConfigError("component", self.component, "use 1 to 64 of A-Z a-z 0-9 _ -, and not 'controller'")
+        if not is_instance_id(self.instance_id):
+            raise ConfigError("instance_id", self.instance_id, "use the decimal form of an unsigned 64-bit integer")
+
+    @classmethod
+    def from_env(
+        cls, *, environ: Mapping[str, str] | None = None, component: str | None = None, instance_id: str | None = None
+    ) -> "Identity":
+        """Build from the environment; an argument that isn't None wins over its variable.
+
+        Raises:
+            ConfigError: a value is wrong.
+        """
+        env = os.environ if environ is None else environ
+        given = {
+            "component": env.get(ENV_NAMES["component"]) if component is None else component,
+            "instance_id": env.get(ENV_NAMES["instance_id"]) if instance_id is None else instance_id,
+        }
+        return cls(**{name: text for name, text in given.items() if text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """The bounds that an agent keeps.
+
+    Raises:
+        ConfigError: a field is wrong; names it.
+    """
+
+    # Folders below which `update_weights_from_disk` may read. Empty: it is refused, whatever the path.
+    weight_roots: tuple[str, ...] = ()
+    # Mean time between heartbeats; each one is moved by up to `jitter` of it, so that a fleet doesn't beat as one.
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S
+    jitter: float = 0.2
+    # Between two Progress messages of a running command; the contract says at least one a second.
+    progress_s: float = 0.5
+    # How long the engine may take to say how it is. After that its generation is "unknown".
+    observe_s: float = 1.0
+    # After a passed deadline: how long a stuck receive may take to end by itself once its group was dropped.
+    release_s: float = 2.0
+    # After cancelling an engine call: how long it may take to let go before it counts as stuck.
+    cancel_s: float = 2.0
+    # How long undoing (resume, abort_update, leave_group) may take after a failure, each.
+    undo_s: float = 10.0
+    # How long a running mutation may go on when the agent is told to stop.
+    drain_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "progress_s", "observe_s", "release_s", "cancel_s", "undo_s", "drain_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "use a number of seconds above 0")
+        if not 0 <= self.jitter < 1:
+            raise ConfigError("jitter", self.jitter, "use a share from 0 up to, but not, 1")
+        if self.progress_s > 1:
+            raise ConfigError("progress_s", self.progress_s, "progress is due at least every second")
+        for root in self.weight_roots:
+            if not Path(root).is_absolute():
+                raise ConfigError("weight_roots", root, "use absolute paths")
+
+    @classmethod
+    def from_env(cls, *, environ: Mapping[str, str] | None = None, **overrides: Any) -> "AgentConfig":
+        """Build from the environment; a keyword that isn't None wins over its variable.
+
+        Raises:
+            ConfigError: a value is wrong.
+        """
+        env = os.environ if environ is None else environ
+        given = {name: value for name, value in overrides.items() if value is not None}
+        roots = env.get(ENV_NAMES["weight_roots"], "")
+        if roots and "weight_roots" not in given:
+            given["weight_roots"] = tuple(part for part in roots.split(os.pathsep) if part)
+        return cls(**given)

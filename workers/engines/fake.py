@@ -1,0 +1,340 @@
+"""An engine without a model: it keeps the whole contract of `base`, deterministically, and fails where it is told to.
+
+For tests, and for simulating large fleets. Weights are a version per tensor, and checksums are those of
+`rlbus.transfer.fake`, so that a whole update is verified end to end without torch. What a real engine would suffer in
+silence (a step over half-written weights, a second session) is noted in `violations`.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rlbus.errors import EngineDeadError, EngineError, error_from_fault
+from rlbus.schemas import (
+    ChecksumsData,
+    Fault,
+    FaultCode,
+    Generation,
+    GroupPlan,
+    JoinedData,
+    PausedData,
+    PauseMode,
+    RankSpan,
+    ReceivedData,
+    TensorSpec,
+    TensorSum,
+    Version,
+)
+from rlbus.transfer.fake import fake_sum
+from rlbus.transfer.manifest import compare, num_bytes
+from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler
+from rlbus.workers.engines.fake_script import FakeScript, Step
+
+ROUTES = frozenset(
+    {
+        "pause_generation",
+        "resume_generation",
+        "flush_cache",
+        "abort_request",
+        "update_weights_from_distributed",
+        "update_weights_from_disk",
+        "get_weight_checksums",
+    }
+)
+DEFAULT_TENSORS = (
+    TensorSpec(name="embed.weight", dtype="float32", shape=(64, 16)),
+    TensorSpec(name="layers.0.weight", dtype="float32", shape=(16, 16)),
+    TensorSpec(name="layers.1.weight", dtype="float32", shape=(16, 16)),
+    TensorSpec(name="lm_head.weight", dtype="float32", shape=(64, 16)),
+)
+# Calls that are remembered for tests to look at.
+MAX_CALLS = 1000
+CHECKPOINT = "fake_weights.json"
+INITIAL = Version(incarnation=0, step=0)
+
+
+class FakeEngine:
+    """A fake engine; see the module. `calls` has the verbs in the order of their begin, `violations` what went wrong.
+
+    Args:
+        step_s: how long a step takes.
+    """
+
+    def __init__(
+        self,
+        script: FakeScript | None = None,
+        *,
+        model: str = "fake-model",
+        world_size: int = 1,
+        tensors: Sequence[TensorSpec] = DEFAULT_TENSORS,
+        routes: frozenset[str] = ROUTES,
+        step_s: float = 0.01,
+        completions_url: str | None = None,
+    ) -> None:
+        self._script = FakeScript() if script is None else script
+        self._info = EngineInfo("fake", model, world_size, routes, ("fake",), completions_url=completions_url)
+        self._tensors = tuple(tensors)
+        self.calls: deque[str] = deque(maxlen=MAX_CALLS)
+        self.violations: list[str] = []
+        self._num_calls: dict[str, int] = {}
+        # Which version each tensor's bytes belong to; more than one value means torn.
+        self.held: dict[str, Version] = {spec.name: INITIAL for spec in self._tensors}
+        self._signature = self._sign()
+        self.label: Version | None = None
+        self.epoch: int | None = None
+        self.session: ReceiveOrder | None = None
+        self._is_received = False
+        self._is_dead = False
+        # Set when a hanging call is to be let go.
+        self._released = asyncio.Event()
+        self.requests = Scheduler(lambda: self._signature, step_s)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Constant."""
+        return self._info
+
+    async def start(self) -> None:
+        """See `Engine`."""
+        await self._play("start")
+
+    async def aclose(self) -> None:
+        """See `Engine`."""
+        self._released.set()
+        await self.requests.aclose()
+
+    async def observe(self) -> Observed:
+        """See `Engine`."""
+        await self._play("observe")
+        generation = Generation.PAUSED if self.requests.is_paused else Generation.RUNNING
+        label = None if self.label is None else str(self.label)
+        return Observed(generation, label, len(self.requests.running) + len(self.requests.waiting))
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
+        """See `Engine`."""
+        await self._play("pause")
+        return await self.requests.pause(mode, clear_cache)
+
+    async def resume(self) -> None:
+        """See `Engine`."""
+        await self._play("resume")
+        self.requests.resume()
+
+    async def flush_cache(self) -> None:
+        """See `Engine`."""
+        await self._play("flush_cache")
+        self.requests.flush()
+
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        """See `Engine`."""
+        await self._play("abort")
+        return self.requests.abort(request_ids)
+
+    def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
+        """See `Engine`."""
+        self._note("check_manifest")
+        compare(self._tensors, tensors)
+
+    async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
+        """See `Engine`. There is no collective: the plan is believed."""
+        self.epoch = None
+        self._released.clear()
+        if span.num_ranks != self._info.world_size:
+            problem = f"{span.num_ranks} ranks for a world size of {self._info.world_size}"
+            raise error_from_fault(Fault(code=FaultCode.GROUP_FAILED, message=problem))
+        await self._play("join_group")
+        self.epoch = plan.epoch
+        ranks = tuple(range(span.first, span.first + span.num_ranks))
+        return JoinedData(epoch=plan.epoch, ranks=ranks, world_size=plan.world_size)
+
+    async def leave_group(self) -> None:
+        """See `Engine`."""
+        self._note("leave_group")
+        self.epoch = None
+        self._released.set()
+
+    async def receive_weights(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
+        """See `Engine`. Nothing is waited for: the bytes of `order.version` are known."""
+        step = self._note("receive_weights")
+        began_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(step.latency_s)
+        self._check_may_receive(order)
+        self.session, self._is_received = order, False
+        self._released.clear()
+        on_ready()
+        if not step.skips:
+            await self._bring(order, step, on_progress)
+        self._is_received = True
+        sums = () if step.skips else tuple(self._sum(spec, step.wrong_sum_of) for spec in order.tensors)
+        return ReceivedData(
+            num_bytes=0 if step.skips else sum(num_bytes(spec) for spec in order.tensors),
+            num_tensors=len(sums),
+            sums=sums,
+            receive_s=asyncio.get_running_loop().time() - began_s,
+            load_s=0.0,
+        )
+
+    async def finish_update(self, version: Version) -> None:
+        """See `Engine`."""
+        step = self._note("finish_update")
+        await asyncio.sleep(step.latency_s)
+        if self.session is None or not self._is_received or self.session.version != version:
+            raise UpdateFailedError(_failed(f"no received update to {version}"), weights_touched=False)
+        if step.fault is not None:
+            raise UpdateFailedError(step.fault, step.claims_touched is not False)
+        await self._deviate(step)
+        self.session, self.label = None, version
+
+    async def abort_update(self) -> None:
+        """See `Engine`."""
+        await self._play("abort_update")
+        self._released.set()
+        self.session = None
+
+    async def load_weights(self, path: str, version: Version) -> None:
+        """See `Engine`. Reads what `save` wrote."""
+        step = self._note("load_weights")
+        await asyncio.sleep(step.latency_s)
+        try:
+            text = (Path(path) / CHECKPOINT).read_text()
+            content = Version(**json.loads(text))
+        except (OSError, ValueError, TypeError) as exc:
+            raise UpdateFailedError(_failed(f"{path}: {type(exc).__name__}"), weights_touched=False) from exc
+        for index, spec in enumerate(self._tensors):
+            if index == step.after_parts and step.fault is not None:
+                raise UpdateFailedError(step.fault, _claim(step, index > 0))
+            if index == step.after_parts:
+                await self._deviate(step)
+            self._write(spec, content)
+        self.session, self.label = None, version
+
+    async def checksums(self) -> ChecksumsData:
+        """See `Engine`."""
+        await self._play("checksums")
+        return ChecksumsData(algorithm="fake", sums=tuple(self._sum(spec, None) for spec in self._tensors))
+
+    # --- beyond the seam, for tests and simulations
+
+    def submit(
+        self, request_id: str, prompt: Sequence[int], num_tokens: int, on_token: Callable[[], None] | None = None
+    ) -> FakeRequest:
+        """Take a request, as its OpenAI route would."""
+        return self.requests.submit(request_id, prompt, num_tokens, on_token)
+
+    @staticmethod
+    def save(folder: Path, version: Version) -> None:
+        """Write a checkpoint that `load_weights` takes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"incarnation": version.incarnation, "step": version.step})
+        (folder / CHECKPOINT).write_text(text)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether tensors of several versions are held."""
+        return len(set(self.held.values())) > 1
+
+    # --- within
+
+    def _note(self, verb: str) -> Step:
+        """Count a call; the step that is scripted for it."""
+        if self._is_dead:
+            raise _dead()
+        self.calls.append(verb)
+        self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
+        return self._script.step(verb, self._num_calls[verb])
+
+    async def _play(self, verb: str) -> None:
+        """A call without bytes: latency, then what is scripted."""
+        step = self._note(verb)
+        if step.latency_s:
+            await asyncio.sleep(step.latency_s)
+        if step.fault is not None:
+            raise error_from_fault(step.fault)
+        await self._deviate(step)
+
+    async def _deviate(self, step: Step) -> None:
+        if step.dies:
+            self._die()
+        if step.hangs:
+            self._released.clear()
+            await self._hang(step)
+            raise EngineError(_failed("let go"))
+
+    async def _hang(self, step: Step) -> None:
+        try:
+            await self._released.wait()
+        except asyncio.CancelledError:
+            if step.clings_s:
+                await asyncio.sleep(step.clings_s)
+            raise
+
+    def _die(self) -> NoReturn:
+        self._is_dead = True
+        raise _dead()
+
+    def _check_may_receive(self, order: ReceiveOrder) -> None:
+        if self.epoch is None or self.epoch != order.epoch:
+            fault = Fault(code=FaultCode.TRANSFER_FAILED, message=f"not in group {order.epoch}, but in {self.epoch}")
+            raise UpdateFailedError(fault, weights_touched=False)
+        if not self.requests.is_paused:
+            self.violations.append("receive_weights while running")
+        if self.session is not None:
+            self.violations.append(f"receive_weights while {self.session.update_op_id} is open")
+
+    async def _bring(self, order: ReceiveOrder, step: Step, on_progress: ProgressFn) -> None:
+        """The transfer itself, in parts, with the scripted end after one of them."""
+        total = sum(num_bytes(spec) for spec in order.tensors)
+        done = 0
+        for part in range(step.num_parts + 1):
+            if part == step.after_parts:
+                await self._spoil(step, is_touched=part > 0)
+            if part == step.num_parts:
+                return
+            await asyncio.sleep(step.transfer_s / step.num_parts)
+            for spec in order.tensors[part :: step.num_parts]:
+                self._write(spec, order.version)
+                done += num_bytes(spec)
+            on_progress(done, total)
+
+    async def _spoil(self, step: Step, is_touched: bool) -> None:
+        if step.fault is not None:
+            raise UpdateFailedError(step.fault, _claim(step, is_touched))
+        if step.dies:
+            self._die()
+        if step.hangs:
+            await self._hang(step)
+            fault = Fault(code=FaultCode.TRANSFER_FAILED, message="the group was dropped during the transfer")
+            raise UpdateFailedError(fault, _claim(step, is_touched))
+
+    def _write(self, spec: TensorSpec, version: Version) -> None:
+        if self.requests.is_in_step:
+            self.violations.append(f"{spec.name} was written during a step")
+        self.held[spec.name] = version
+        self._signature = self._sign()
+
+    def _sign(self) -> str:
+        text = "|".join(str(version) for version in self.held.values())
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _sum(self, spec: TensorSpec, wrong: str | None) -> TensorSum:
+        checksum = fake_sum(spec.name, self.held[spec.name], spec.shape)
+        if spec.name == wrong:
+            checksum = "0" * 15 + ("1" if checksum[-1] == "0" else "0")
+        return TensorSum(name=spec.name, checksum=checksum)
+
+
+def _claim(step: Step, is_touched: bool) -> bool:
+    return is_touched if step.claims_touched is None else step.claims_touched
+
+
+def _failed(message: str) -> Fault:
+    return Fault(code=FaultCode.ENGINE_FAILED, message=message)
+
+
+def _dead() -> EngineDeadError:
+    return EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message="the engine is dead"))

@@ -1,0 +1,83 @@
+"""What became of each op on this worker: the running ones, and the last results. In memory, so it dies with the boot.
+
+Invariants: a running record is never dropped; an op that was refused has no record, since it changed nothing and may be
+tried again under the same op_id.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from rlbus.schemas import Command, Result, route_of
+
+# Ended ops that are remembered. An update takes about ten ops of a worker, so this is the history of some 50 updates,
+# while a controller asks for an outcome within seconds.
+MAX_ENDED = 512
+# Different reply addresses that one op answers. One sender uses one address per attempt.
+MAX_REPLIES = 16
+
+
+@dataclass(slots=True)
+class Record:
+    """One op: what it is, who waits for it, how far it is, and its result once it has ended."""
+
+    op_id: str
+    route: str
+    # Tells a repeat from another command under the same op_id; the body itself (a page of a manifest) isn't kept.
+    body_hash: int
+    replies: list[str] = field(default_factory=list)
+    # Loop time when it began, in seconds.
+    began_s: float = 0.0
+    is_accepted: bool = False
+    phase: str = ""
+    # Written by any thread, read by the ticker: progress in `unit`s.
+    done: int = 0
+    total: int | None = None
+    unit: str = "bytes"
+    # None while it runs.
+    result: Result | None = None
+
+    def add_reply(self, reply: str | None) -> bool:
+        """Answer there, too. False if no more addresses fit."""
+        if reply is None or reply in self.replies:
+            return True
+        if len(self.replies) >= MAX_REPLIES:
+            return False
+        self.replies.append(reply)
+        return True
+
+
+class Journal:
+    """Outcomes by op_id, at most `max_ended` of them, oldest dropped first; running ones on top."""
+
+    def __init__(self, max_ended: int = MAX_ENDED) -> None:
+        self._max_ended = max_ended
+        self._running: dict[str, Record] = {}
+        self._ended: OrderedDict[str, Record] = OrderedDict()
+
+    def begin(self, command: Command, reply: str | None, now_s: float) -> Record:
+        """Open the record of an op that is about to run."""
+        record = Record(command.op_id, route_of(command.body), hash(command.body), began_s=now_s)
+        record.add_reply(reply)
+        self._running[command.op_id] = record
+        return record
+
+    def end(self, record: Record, result: Result) -> None:
+        """Close a record with its one result, and drop the oldest ended one if there are too many."""
+        record.result = result
+        self._running.pop(record.op_id, None)
+        self._ended[record.op_id] = record
+        while len(self._ended) > self._max_ended:
+            self._ended.popitem(last=False)
+
+    def forget(self, record: Record) -> None:
+        """Drop the record of an op that was refused after all: nothing has changed, a repeat is tried anew."""
+        self._running.pop(record.op_id, None)
+
+    def find(self, op_id: str) -> Record | None:
+        """The record of an op, running or ended."""
+        return self._running.get(op_id) or self._ended.get(op_id)
+
+    @property
+    def running(self) -> tuple[Record, ...]:
+        """The records that have no result yet, in the order in which they began."""
+        return tuple(self._running.values())

@@ -1,0 +1,435 @@
+"""The worker's state machine: `decide(state, event) -> (state, actions)`. Pure; the agent does what the actions say.
+
+Rules (DESIGN section 4): a command is validated wholly before it changes anything; one mutation at a time; a repeat of
+an op_id joins; a failed update leaves the weights as they were (before the first byte) or dirty (after it, or in
+doubt), paused, and with its session closed. What takes a running transfer back (abort of the same update, destroy of
+the same group) is the one kind of mutation that is admitted beside another: it ends that one and then runs.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlbus.schemas import (
+    QUERY_ROUTES,
+    AbortRequest,
+    AbortWeights,
+    Command,
+    CommandBody,
+    CommitWeights,
+    DestroyGroup,
+    Fault,
+    FaultCode,
+    FlushCache,
+    InitGroup,
+    LoadWeights,
+    PauseGeneration,
+    PauseView,
+    PrepareWeightsUpdate,
+    PutManifest,
+    ReceiveWeights,
+    ResumeGeneration,
+    TensorSpec,
+    WeightsState,
+    WeightsView,
+    route_of,
+)
+from rlbus.workers.checks import check_body, fault, is_committed
+from rlbus.workers.journal import Record
+from rlbus.workers.state import Prepared, Running, Session, WorkerState
+
+# Routes that the agent serves itself, whatever the engine.
+AGENT_ROUTES = QUERY_ROUTES
+# Routes that belong to one another: whoever can receive can also prepare, commit, abort, and form the group.
+_RECEIVE_ROUTE = "update_weights_from_distributed"
+UPDATE_ROUTES = frozenset(
+    {
+        "put_manifest",
+        "prepare_weights_update",
+        "init_weights_update_group",
+        "destroy_weights_update_group",
+        _RECEIVE_ROUTE,
+        "commit_weights_update",
+        "abort_weights_update",
+    }
+)
+
+
+def served_routes(engine_routes: frozenset[str]) -> frozenset[str]:
+    """Every route of a worker: the engine's, the agent's own, and the whole update if the engine can receive."""
+    update = UPDATE_ROUTES if _RECEIVE_ROUTE in engine_routes else frozenset()
+    return AGENT_ROUTES | engine_routes | update
+
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A command, as parsed. `route` and `is_unicast` come from its subject, `record` from the journal.
+
+    `tensors` is the complete manifest that a prepare names (None: not known), `outside` what the agent found wrong when
+    it looked at the model or the file system for this command.
+    """
+
+    command: Command
+    route: str
+    is_unicast: bool
+    now: float
+    record: Record | None = None
+    tensors: tuple[TensorSpec, ...] | None = None
+    outside: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine is about to be called for the running mutation."""
+
+    op_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstByte:
+    """The transfer of the running mutation has brought its first byte."""
+
+    op_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """`engine.abort_update` has succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLeft:
+    """`engine.leave_group` has been called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Every cache is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The engine calls of the running mutation have ended. `is_touched` counts only with a fault."""
+
+    op_id: str
+    now: float
+    fault: Fault | None = None
+    is_touched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nothing of the mutation runs any more, cleaning up included."""
+
+    op_id: str
+
+
+Event = Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Ended | Released
+
+
+# --- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Addressed to others, who are told so by the member list: no answer, which nobody waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer with this fault; nothing has changed."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The op is running already: add the reply address."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The op has ended: send its recorded result again."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerNow:
+    """Do it beside whatever runs: a query, a page of a manifest, or an abort of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Begin the mutation. With `takes_back` the running one is ended first."""
+
+    takes_back: str | None = None
+
+
+class Cleanup(enum.Enum):
+    """Engine calls that follow a failure, in this order, before the op counts as over."""
+
+    CLOSE_SESSION = "abort_update"
+    LEAVE_GROUP = "leave_group"
+    RESUME = "resume"
+
+
+Action = Ignore | Refuse | Join | Replay | AnswerNow | Run | Cleanup
+Decision = tuple[WorkerState, tuple[Action, ...]]
+
+
+def decide(state: WorkerState, event: Event) -> Decision:
+    """What an event makes of the state, and what is to be done."""
+    match event:
+        case Arrived():
+            return _arrived(state, event)
+        case Started():
+            return _started(state), ()
+        case FirstByte():
+            return _first_byte(state, event), ()
+        case SessionClosed():
+            # What was received and not committed is torn; a failure has been judged before.
+            is_open = state.weights.state is WeightsState.UPDATING
+            return replace(state, session=None, weights=_torn(state) if is_open else state.weights), ()
+        case GroupLeft():
+            return replace(state, epoch=None), ()
+        case Flushed():
+            return replace(state, owes_flush=False), ()
+        case Ended():
+            return _ended(state, event)
+        case Released():
+            return replace(state, running=state.queued, queued=None), ()
+
+
+# --- arrival
+
+
+def _arrived(state: WorkerState, event: Arrived) -> Decision:
+    command, body = event.command, event.command.body
+    if not event.is_unicast and command.members is not None and state.instance_id not in command.members:
+        return state, (Ignore(),)
+    if event.record is not None:
+        return state, (_repeat(event.record, command),)
+    if refusal := _refusal(state, event):
+        return state, (Refuse(refusal),)
+    state = replace(state, term=command.term)
+    if not is_mutation(body):
+        return state, (AnswerNow(),)
+    mutation = Running(op_id=command.op_id, body=body)
+    if state.running is not None:
+        if state.queued is None and takes_back(body, state.running.body):
+            return replace(state, queued=mutation), (Run(takes_back=state.running.op_id),)
+        running = state.running.op_id
+        route = route_of(state.running.body)
+        busy = fault(FaultCode.BUSY, f"op {running} is running ({route})", op_id=running, retryable=True)
+        return state, (Refuse(busy),)
+    if problem := check_body(state, body) or _manifest_problem(event) or event.outside:
+        return state, (Refuse(problem),)
+    prepared = state.prepared
+    if isinstance(body, PrepareWeightsUpdate):
+        assert event.tensors is not None
+        prepared = Prepared(command.op_id, body.version, body.manifest_digest, event.tensors)
+    return replace(state, running=mutation, prepared=prepared), (Run(),)
+
+
+def _repeat(record: Record, command: Command) -> Action:
+    """The same op_id again. It comes before expiry and term: "refused" would say that nothing had changed."""
+    if record.body_hash != hash(command.body):
+        return Refuse(fault(FaultCode.BAD_MESSAGE, f"op_id {command.op_id} was used for another command"))
+    return Join(record) if record.result is None else Replay(record)
+
+
+def _refusal(state: WorkerState, event: Arrived) -> Fault | None:
+    """What is wrong with the envelope, or None."""
+    command = event.command
+    route = route_of(command.body)
+    if route != event.route:
+        return fault(FaultCode.BAD_MESSAGE, f"a {route} came on the subject of {event.route}", route=event.route)
+    if command.members is not None and state.instance_id not in command.members:
+        return fault(FaultCode.NOT_A_MEMBER, "the command is addressed to other workers")
+    if command.term < state.term:
+        return fault(
+            FaultCode.STALE_TERM,
+            f"term {command.term} is over, a controller with term {state.term} has spoken",
+            term=command.term,
+            current=state.term,
+        )
+    if event.now >= command.expires_at:
+        late_s = event.now - command.expires_at
+        return fault(FaultCode.EXPIRED, f"the command arrived {late_s:.3f} s after it expired", late_s=f"{late_s:.3f}")
+    if route not in state.routes:
+        return fault(FaultCode.NO_ROUTE, f"this worker doesn't serve {route}", route=route)
+    return None
+
+
+def is_mutation(body: CommandBody) -> bool:
+    """Whether a command needs the one place for mutations. Aborting requests and keeping manifest pages don't."""
+    return route_of(body) not in QUERY_ROUTES and not isinstance(body, AbortRequest | PutManifest)
+
+
+def takes_back(body: CommandBody, running: CommandBody) -> bool:
+    """Whether `body` asks for the end of what is running: an abort of the same update, a destroy of the same group."""
+    match body, running:
+        case AbortWeights(), ReceiveWeights():
+            return body.update_op_id == running.update_op_id
+        case DestroyGroup(), ReceiveWeights():
+            return body.epoch == running.epoch
+        case DestroyGroup(), InitGroup():
+            return body.epoch == running.plan.epoch
+        case _:
+            return False
+
+
+def _manifest_problem(event: Arrived) -> Fault | None:
+    body = event.command.body
+    if not isinstance(body, PrepareWeightsUpdate) or event.tensors is not None:
+        return None
+    return fault(
+        FaultCode.MANIFEST_UNKNOWN,
+        f"manifest {body.manifest_digest[:12]} is not complete here; send its pages and prepare again",
+        retryable=True,
+        digest=body.manifest_digest,
+    )
+
+
+# --- progress
+
+
+def _started(state: WorkerState) -> WorkerState:
+    """From here on the engine may change. A session opens with the weights still as they were."""
+    assert state.running is not None
+    match state.running.body:
+        case InitGroup():
+            return replace(state, epoch=None)
+        case ReceiveWeights() as body:
+            return replace(state, session=Session(body.update_op_id, body.version, before=state.weights))
+        case LoadWeights() as body:
+            session = Session(state.running.op_id, body.version, before=state.weights)
+            return replace(state, session=session, weights=_updating(state.weights), owes_flush=True)
+        case _:
+            return state
+
+
+def _first_byte(state: WorkerState, event: FirstByte) -> WorkerState:
+    if state.running is None or state.running.op_id != event.op_id or state.session is None:
+        return state  # a thread that the engine abandoned still counts
+    return replace(state, weights=_updating(state.weights), owes_flush=True)
+
+
+def _updating(weights: WeightsView) -> WeightsView:
+    return WeightsView(state=WeightsState.UPDATING, last_good=_last_good(weights))
+
+
+def _torn(state: WorkerState) -> WeightsView:
+    return WeightsView(state=WeightsState.DIRTY, last_good=_last_good(state.weights))
+
+
+def _last_good(weights: WeightsView) -> Any:
+    return weights.version if weights.version is not None else weights.last_good
+
+
+# --- end
+
+
+def _ended(state: WorkerState, event: Ended) -> Decision:
+    assert state.running is not None
+    assert state.running.op_id == event.op_id
+    body = state.running.body
+    if event.fault is None:
+        return _SUCCEEDED.get(type(body), _unchanged)(state, body, event), ()
+    return _failed(state, body, event)
+
+
+def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
+    match body:
+        case PauseGeneration() if state.pause is None:
+            # The engine may stand still, half paused: back to what was.
+            return state, (Cleanup.RESUME,)
+        case InitGroup():
+            return replace(state, epoch=None), (Cleanup.LEAVE_GROUP,)
+        case PrepareWeightsUpdate():
+            return replace(state, prepared=None), ()
+        case ReceiveWeights() | CommitWeights() | LoadWeights() if state.session is not None:
+            # The session stays open until the engine has closed it (`SessionClosed`).
+            weights = _torn(state) if event.is_touched else state.session.before
+            cleanup: tuple[Action, ...] = (Cleanup.CLOSE_SESSION,)
+            if isinstance(body, ReceiveWeights):
+                cleanup += (Cleanup.LEAVE_GROUP,)
+            touched = state.owes_flush or event.is_touched
+            return replace(state, weights=weights, prepared=None, owes_flush=touched), cleanup
+        case _:
+            return state, ()
+
+
+def _unchanged(state: WorkerState, body: Any, event: Ended) -> WorkerState:
+    return state
+
+
+def _paused(state: WorkerState, body: PauseGeneration, event: Ended) -> WorkerState:
+    since = event.now if state.pause is None else state.pause.since
+    owner = event.op_id if body.owner is None else body.owner
+    return replace(state, pause=PauseView(owner=owner, mode=body.mode.value, since=since))
+
+
+def _resumed(state: WorkerState, body: ResumeGeneration, event: Ended) -> WorkerState:
+    return replace(state, pause=None, prepared=None)
+
+
+def _flushed(state: WorkerState, body: FlushCache, event: Ended) -> WorkerState:
+    return replace(state, owes_flush=False)
+
+
+def _joined(state: WorkerState, body: InitGroup, event: Ended) -> WorkerState:
+    return replace(state, epoch=body.plan.epoch, epoch_term=state.term)
+
+
+def _left(state: WorkerState, body: DestroyGroup, event: Ended) -> WorkerState:
+    return replace(state, epoch=None) if state.epoch == body.epoch else state
+
+
+def _received(state: WorkerState, body: ReceiveWeights, event: Ended) -> WorkerState:
+    assert state.session is not None
+    session = replace(state.session, is_received=True)
+    return replace(state, session=session, weights=_updating(state.weights), prepared=None, owes_flush=True)
+
+
+def _committed(state: WorkerState, body: CommitWeights, event: Ended) -> WorkerState:
+    if is_committed(state, body):
+        return state
+    return replace(_clean(state, body), committed_op_id=body.update_op_id)
+
+
+def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
+    return replace(_clean(state, body), committed_op_id=None)
+
+
+def _clean(state: WorkerState, body: CommitWeights | LoadWeights) -> WorkerState:
+    weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
+    return replace(state, weights=weights, session=None, prepared=None, owes_flush=True)
+
+
+def _aborted(state: WorkerState, body: AbortWeights, event: Ended) -> WorkerState:
+    """The agent has closed the session if it was this update's; what was prepared for it is dropped with it."""
+    prepared = state.prepared
+    if prepared is not None and prepared.op_id.startswith(body.update_op_id):
+        prepared = None
+    return replace(state, prepared=prepared)
+
+
+_SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = {
+    PauseGeneration: _paused,
+    ResumeGeneration: _resumed,
+    FlushCache: _flushed,
+    InitGroup: _joined,
+    DestroyGroup: _left,
+    ReceiveWeights: _received,
+    CommitWeights: _committed,
+    LoadWeights: _loaded,
+    AbortWeights: _aborted,
+}

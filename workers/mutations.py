@@ -1,0 +1,267 @@
+"""One mutation against the engine: which engine calls a command means, in which order, and how their end is judged.
+
+Invariants: the deadline is outside of the engine call, so an engine that never answers can't hold the agent; a call that
+was cut off without saying what it left is judged as having touched the weights.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from rlbus.errors import FaultError, TransferError, refused
+from rlbus.schemas import (
+    AbortWeights,
+    CommandBody,
+    CommitWeights,
+    DestroyGroup,
+    Fault,
+    FaultCode,
+    FlushCache,
+    Generation,
+    GetChecksums,
+    InitGroup,
+    LoadWeights,
+    PauseGeneration,
+    PrepareWeightsUpdate,
+    ReceiveWeights,
+    ResultData,
+    ResumeGeneration,
+    Version,
+    WeightsData,
+    WeightsState,
+    WeightsView,
+    route_of,
+)
+from rlbus.workers.checks import REFUSALS, fault, is_committed
+from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
+from rlbus.workers.lifecycle import Event, Flushed, GroupLeft, SessionClosed, Started
+from rlbus.workers.state import WorkerState
+
+_log = logging.getLogger("rlbus.workers")
+T = TypeVar("T")
+
+# Commands during which the weights may change; one that was cut off leaves them in doubt.
+_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights)
+
+
+class Surroundings(Protocol):
+    """What a mutation needs of the agent."""
+
+    @property
+    def state(self) -> WorkerState:
+        """As it is now."""
+        ...
+
+    def apply(self, event: Event) -> None:
+        """Feed the state machine."""
+        ...
+
+    def accept(self) -> None:
+        """Tell who waits that the command was validated and runs (a transfer: that the receiver stands)."""
+        ...
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Take the engine's count; from any thread."""
+        ...
+
+    async def observe(self) -> Observed:
+        """Ask the engine, bounded; generation is unknown if it doesn't answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the engine calls ended. With `is_refused` nothing was changed; `is_touched` counts only with a fault."""
+
+    data: ResultData | None = None
+    fault: Fault | None = None
+    is_refused: bool = False
+    is_touched: bool = False
+
+
+async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroundings) -> ResultData | None:
+    """Call the engine as `body` asks for. Raises what the engine raises. Cancel: passes on to the engine call."""
+    match body:
+        case PauseGeneration():
+            return await engine.pause(body.mode, body.clear_cache)
+        case ResumeGeneration():
+            return await _resume(engine, around)
+        case FlushCache():
+            await engine.flush_cache()
+        case PrepareWeightsUpdate():
+            pass  # checked before it was accepted; there is nothing to do
+        case InitGroup():
+            return await _join(engine, body, around)
+        case DestroyGroup():
+            if around.state.epoch == body.epoch:
+                await engine.leave_group()
+        case ReceiveWeights():
+            return await _receive(engine, body, around)
+        case CommitWeights():
+            if not is_committed(around.state, body):
+                await engine.finish_update(body.version)
+            return _clean(body.version)
+        case AbortWeights():
+            session = around.state.session
+            if session is not None and session.update_op_id == body.update_op_id:
+                await _close_session(engine, around)
+        case LoadWeights():
+            return await _load(engine, op_id, body, around)
+        case GetChecksums():
+            return await engine.checksums()
+        case _:
+            raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
+    return None
+
+
+async def _resume(engine: Engine, around: Surroundings) -> None:
+    """Forced over an open session, that one is given up first; and never on caches of older weights (rule 7)."""
+    if around.state.session is not None:
+        await _close_session(engine, around)
+    if around.state.owes_flush:
+        await engine.flush_cache()
+        around.apply(Flushed())
+    await engine.resume()
+
+
+async def _close_session(engine: Engine, around: Surroundings) -> None:
+    await engine.abort_update()
+    around.apply(SessionClosed())
+
+
+async def _join(engine: Engine, body: InitGroup, around: Surroundings) -> ResultData:
+    state = around.state
+    span = next(s for s in body.plan.spans if (s.component, s.instance_id) == (state.component, state.instance_id))
+    assert state.running is not None
+    around.apply(Started(state.running.op_id))
+    joined = await engine.join_group(body.plan, span)
+    expected = tuple(range(span.first, span.first + span.num_ranks))
+    if (joined.epoch, joined.ranks, joined.world_size) != (body.plan.epoch, expected, body.plan.world_size):
+        raise TransferError(
+            f"group {body.plan.epoch}",
+            f"joined as ranks {joined.ranks} of {joined.world_size}, not as {expected} of {body.plan.world_size}",
+        )
+    return joined
+
+
+async def _receive(engine: Engine, body: ReceiveWeights, around: Surroundings) -> ResultData:
+    await _check_stands_still(around)
+    if around.state.session is not None:
+        # Whoever opened it is gone; what it brought is given up, so that this one can begin.
+        await _close_session(engine, around)
+    state = around.state
+    assert state.prepared is not None
+    assert state.running is not None
+    order = ReceiveOrder(body.update_op_id, body.epoch, body.version, state.prepared.tensors, body.bucket_bytes)
+    around.apply(Started(state.running.op_id))
+    return await engine.receive_weights(order, around.accept, around.on_progress)
+
+
+async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundings) -> ResultData:
+    await _check_stands_still(around)
+    around.accept()
+    if around.state.session is not None:
+        await _close_session(engine, around)
+    around.apply(Started(op_id))
+    await engine.load_weights(body.path, body.version)
+    return _clean(body.version)
+
+
+def _clean(version: Version) -> WeightsData:
+    return WeightsData(weights=WeightsView(state=WeightsState.CLEAN, version=version, last_good=version))
+
+
+async def _check_stands_still(around: Surroundings) -> None:
+    """What was commanded isn't enough before the first byte: somebody may have resumed the engine behind our back."""
+    observed = await around.observe()
+    if observed.generation is not Generation.PAUSED:
+        raise refused(
+            FaultCode.WRONG_STATE,
+            f"the engine says that it is {observed.generation.value}, though it was paused; pause it again",
+            observed=observed.generation.value,
+        )
+
+
+def accepts_late(body: CommandBody) -> bool:
+    """Whether `perform` says itself when the command counts as accepted."""
+    return isinstance(body, ReceiveWeights | LoadWeights)
+
+
+# --- bounds
+
+
+class EngineCall:
+    """A task around engine calls that can be given up: at a deadline, or when somebody takes the op back.
+
+    `task` may outlive `settle` if the engine clings to it; its owner waits for it before the next mutation.
+    """
+
+    def __init__(self, call: Coroutine[Any, Any, ResultData | None], body: CommandBody) -> None:
+        self.task = asyncio.get_running_loop().create_task(call)
+        self._body = body
+        self._taken_back: asyncio.Future[Fault] = asyncio.get_running_loop().create_future()
+
+    def take_back(self, cause: Fault) -> None:
+        """End it soon, with `cause` as the reason. Only the first reason counts."""
+        if not self._taken_back.done():
+            self._taken_back.set_result(cause)
+
+    async def wait(self, limit_s: float) -> Fault | None:
+        """Until the task is done (None), or `limit_s` has passed or somebody took it back (why)."""
+        waited: set[asyncio.Future[Any]] = {self.task, self._taken_back}
+        await asyncio.wait(waited, timeout=max(limit_s, 0), return_when=asyncio.FIRST_COMPLETED)
+        if self.task.done():
+            return None
+        if self._taken_back.done():
+            return self._taken_back.result()
+        limit = f"{limit_s:.3g}"
+        return fault(FaultCode.DEADLINE, f"{route_of(self._body)} did not end within {limit} s", limit_s=limit)
+
+    async def give_up(self, release: Callable[[], Awaitable[None]] | None, release_s: float, cancel_s: float) -> None:
+        """Let it end by itself after `release` if there is one, else cancel it. Returns even if it clings."""
+        if release is not None:
+            try:
+                async with asyncio.timeout(release_s):
+                    await release()
+                    await asyncio.wait({self.task}, timeout=release_s)
+            except TimeoutError:
+                pass
+            except Exception:  # noqa: BLE001 - logged; the cancel below is what counts
+                _log.exception("releasing a stuck transfer failed")
+        if not self.task.done():
+            self.task.cancel()
+            await asyncio.wait({self.task}, timeout=cancel_s)
+
+    def outcome(self, cause: Fault | None) -> Outcome:
+        """What it came to. `cause` is why it was given up, if it was."""
+        if not self.task.done() or self.task.cancelled():
+            stopped = cause or fault(FaultCode.CANCELLED, f"{route_of(self._body)} was cancelled inside the engine")
+            return Outcome(fault=stopped, is_touched=isinstance(self._body, _TOUCHING))
+        error = self.task.exception()
+        if error is None:
+            return Outcome(data=self.task.result())
+        judged = judge(error, self._body)
+        if cause is not None and not judged.is_refused:
+            said = judged.fault.message if judged.fault else ""
+            because = Fault(code=cause.code, message=cause.message, detail={**cause.detail, "engine": said})
+            return Outcome(fault=because, is_touched=judged.is_touched)
+        return judged
+
+
+def judge(error: BaseException, body: CommandBody) -> Outcome:
+    """What an engine's error means. The traceback of one that isn't ours goes to the log, never over the wire."""
+    touching = isinstance(body, _TOUCHING)
+    match error:
+        case UpdateFailedError():
+            return Outcome(fault=error.fault, is_touched=error.weights_touched)
+        case FaultError():
+            return Outcome(fault=error.fault, is_refused=error.code in REFUSALS, is_touched=touching)
+        case TransferError():
+            code = FaultCode.GROUP_FAILED if isinstance(body, InitGroup) else FaultCode.TRANSFER_FAILED
+            return Outcome(fault=fault(code, str(error)), is_touched=touching)
+    _log.error("the engine raised in %s", route_of(body), exc_info=error)
+    name = type(error).__name__
+    failed = fault(FaultCode.ENGINE_FAILED, f"the engine raised {name} in {route_of(body)}; see its log", error=name)
+    return Outcome(fault=failed, is_touched=touching)

@@ -1,0 +1,65 @@
+"""What the engine says of itself, asked within a bound, and how it differs from what was commanded."""
+
+import asyncio
+import logging
+
+from rlbus.schemas import Generation, PauseGeneration, ResumeGeneration, WeightsState
+from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.state import WorkerState
+
+_log = logging.getLogger("rlbus.workers")
+
+NO_ANSWER = Observed(Generation.UNKNOWN)
+
+
+class Observer:
+    """Asks the engine how it is: one question at a time, shared by all who want to know, each bounded by `limit_s`."""
+
+    def __init__(self, engine: Engine, limit_s: float) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+        self._asking: asyncio.Task[Observed] | None = None
+        # The last answer; unknown before the first.
+        self.last = NO_ANSWER
+
+    async def observe(self) -> Observed:
+        """The engine's answer, or unknown if there is none within the limit. Never raises for the engine's sake.
+
+        Cancel: the question goes on for the others who wait.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(self._ask())
+        # The bound is out here: an engine that doesn't let go when cancelled is not asked a second time meanwhile.
+        done, _ = await asyncio.wait({self._asking}, timeout=self._limit_s)
+        self.last = next(iter(done)).result() if done else NO_ANSWER
+        return self.last
+
+    async def _ask(self) -> Observed:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await self._engine.observe()
+        except Exception as exc:  # noqa: BLE001 - shown to everybody as generation "unknown"
+            _log.debug("the engine can't be observed: %s", exc)
+            return NO_ANSWER
+
+    async def aclose(self) -> None:
+        """Stop asking."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking}, timeout=self._limit_s)
+
+
+def drift(state: WorkerState, observed: Observed) -> str | None:
+    """Where what the engine says differs from what it was told, in words; None if nowhere, or while it changes."""
+    parts: list[str] = []
+    is_switching = state.running is not None and isinstance(state.running.body, PauseGeneration | ResumeGeneration)
+    if not is_switching:
+        if state.pause is not None and observed.generation is Generation.RUNNING:
+            parts.append(f"paused by {state.pause.owner}, but the engine is running")
+        if state.pause is None and observed.generation is Generation.PAUSED:
+            parts.append("commanded to run, but the engine is paused")
+    version, label = state.weights.version, observed.weight_version
+    is_settled = state.weights.state is WeightsState.CLEAN and state.running is None
+    if is_settled and version is not None and label is not None and label != str(version):
+        parts.append(f"committed version {version}, but the engine says {label}")
+    return "; ".join(parts) or None

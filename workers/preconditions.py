@@ -1,0 +1,54 @@
+"""What has to be looked up outside of the state before a command is accepted: the model's tensors, the file system.
+
+Without side effects, and before anything is accepted.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlbus.errors import FaultError
+from rlbus.schemas import Fault, FaultCode, TensorSpec
+from rlbus.workers.checks import fault
+from rlbus.workers.engines.base import Engine
+
+_log = logging.getLogger("rlbus.workers")
+
+# JSON around one checksum: `["` + name + `","` + 16 digits + `"],`.
+SUM_OVERHEAD_BYTES = 24
+# The rest of the result message.
+RESULT_OVERHEAD_BYTES = 1024
+
+
+def manifest_problem(engine: Engine, tensors: Sequence[TensorSpec], max_bytes: int) -> Fault | None:
+    """Why this manifest can't be taken, or None: it doesn't fit the model, or its checksums no message."""
+    sums_bytes = sum(len(spec.name.encode()) + SUM_OVERHEAD_BYTES for spec in tensors) + RESULT_OVERHEAD_BYTES
+    if sums_bytes > max_bytes:
+        return fault(
+            FaultCode.TOO_LARGE,
+            f"the checksums of {len(tensors)} tensors take {sums_bytes} bytes, a message at most {max_bytes}",
+            size_bytes=sums_bytes,
+            limit_bytes=max_bytes,
+        )
+    try:
+        engine.check_manifest(tensors)
+    except FaultError as exc:
+        return exc.fault
+    except Exception as exc:  # noqa: BLE001 - an adapter's bug: the log has it, the sender gets a refusal
+        _log.exception("check_manifest raised")
+        name = type(exc).__name__
+        return fault(FaultCode.ENGINE_FAILED, f"the engine raised {name} while checking the manifest", error=name)
+    return None
+
+
+def path_problem(path: str, roots: tuple[str, ...]) -> Fault | None:
+    """Why weights may not be loaded from `path`, or None. Links are followed before the comparison."""
+    if not roots:
+        return fault(
+            FaultCode.WRONG_STATE, "this worker has no weight root; start it with one (RLBUS_WEIGHT_ROOTS)", path=path
+        )
+    real = Path(os.path.realpath(path))
+    if not Path(path).is_absolute() or not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
+        return fault(FaultCode.WRONG_STATE, f"{path} is not below a weight root of this worker", path=path)
+    return None

@@ -1,0 +1,66 @@
+"""What an agent knows of its worker: commanded state and what is in progress. Immutable; `lifecycle` makes new ones.
+
+Invariants: `weights.version` is set only while `weights.state` is clean; a session is open only between the begin of a
+transfer and its commit or abort; at most one mutation is in `running`, and at most one `queued` behind it (the one that
+takes it back).
+"""
+
+from dataclasses import dataclass, field
+
+from rlbus.schemas import CommandBody, PauseView, TensorSpec, Version, WeightsState, WeightsView
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A mutation in progress, or about to be."""
+
+    op_id: str
+    body: CommandBody
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An update that was checked and could be applied: nothing has changed for it yet."""
+
+    op_id: str
+    version: Version
+    manifest_digest: str
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A transfer that was begun and is neither committed nor aborted. `before` is what the weights were."""
+
+    update_op_id: str
+    version: Version
+    before: WeightsView
+    is_received: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """The whole state of one worker, as commanded. What the engine really does is observed beside it."""
+
+    component: str
+    instance_id: str
+    world_size: int
+    # Every route that this worker serves: the engine's and the agent's own.
+    routes: frozenset[str]
+    backends: tuple[str, ...] = ()
+    # Highest term that a command for this worker carried.
+    term: int = 0
+    weights: WeightsView = field(default_factory=lambda: WeightsView(state=WeightsState.CLEAN))
+    # None: commanded to run.
+    pause: PauseView | None = None
+    # Process group that the worker is in, and the term in which it was formed.
+    epoch: int | None = None
+    epoch_term: int = 0
+    prepared: Prepared | None = None
+    session: Session | None = None
+    running: Running | None = None
+    queued: Running | None = None
+    # Update that was committed last, so that a repeated commit changes nothing.
+    committed_op_id: str | None = None
+    # Caches may hold entries of older weights; a resume flushes them first (DESIGN section 4 rule 7).
+    owes_flush: bool = False
