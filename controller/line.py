@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rlbus.bus import Bus
 from rlbus.controller.answers import StepAnswer, answer_of
+from rlbus.controller.learning import status_after
 from rlbus.controller.registry import Registry
 from rlbus.fanout import Gathered, Limits, Losses, fanout
 from rlbus.schemas import QUERY_ROUTES, CommandBody, WorkerAnswer, WorkerId, route_of
@@ -45,6 +46,7 @@ class Line:
         """
 
         def tell(gathered: Gathered) -> None:
+            self._learn(body, gathered)
             if on_outcome is not None:
                 on_outcome(gathered.worker, answer_of(gathered))
 
@@ -64,6 +66,14 @@ class Line:
             on_outcome=tell,
         )
         return {worker: answer_of(one) for worker, one in gathered.items()}
+
+    def _learn(self, body: CommandBody, gathered: Gathered) -> None:
+        member, result = self.registry.get(gathered.worker), gathered.result
+        if member is None or result is None:
+            return
+        status = status_after(member.status, body, result, self.bus.clock.now())
+        if status is not member.status:
+            self.registry.learn(member.worker, result.boot_id, status)
 
 
 def limits_until(until_s: float, now_s: float, *, stall_s: float, is_ending: bool = False) -> Limits:

@@ -157,6 +157,12 @@ class Registry:
         member = self._place(message, now_s, known.old_boots)
         return (Joined(member),) if known.gone is not None else (Updated(member),)
 
+    def learn(self, worker: WorkerId, boot_id: str, status: WorkerStatus) -> None:
+        """An answer of this boot showed its status; the worker's next announcement replaces it."""
+        known = self._members.get(worker)
+        if known is not None and known.boot_id == boot_id and known.gone is None:
+            self._members[worker] = replace(known, status=status)
+
     def tick(self, now_s: float) -> tuple[Change, ...]:
         """Let time pass: who turned suspect or dead since the last call. Nobody does while we are disconnected."""
         if self._cut_at_s is not None:

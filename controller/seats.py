@@ -18,9 +18,7 @@ def change(state: UpdateState, worker: WorkerId, **fields: Any) -> UpdateState:
     return replace(state, seats={**state.seats, worker: replace(state.seats[worker], **fields)})
 
 
-def blame(
-    state: UpdateState, worker: WorkerId, outcome: Outcome, why: Fault, phase: str | None = None
-) -> UpdateState:
+def blame(state: UpdateState, worker: WorkerId, outcome: Outcome, why: Fault, phase: str | None = None) -> UpdateState:
     """Note what went wrong on a worker (in `phase`, None: the present one), unless something did before."""
     state = replace(state, causes=(*state.causes, named(why, worker)))
     if not state.seats[worker].is_good:

@@ -260,12 +260,12 @@ def _after_pause(state: UpdateState) -> Decision:
 
 def _receive(state: UpdateState) -> Decision:
     assert state.group is not None
-    request, crew = state.plan.request, state.crew
+    request, crew, epoch = state.plan.request, state.crew, state.group.plan.epoch
     for worker in crew:
         state = change(state, worker, damage=Damage.OPEN)
     body = ReceiveWeights(
         update_op_id=request.op_id,
-        epoch=state.group.plan.epoch,
+        epoch=epoch,
         version=request.version,
         manifest_digest=request.manifest_digest,
         bucket_bytes=request.bucket_bytes,
@@ -301,9 +301,7 @@ def _verify(state: UpdateState) -> Decision:
     if not state.crew:
         return wind_down(state)
     request = state.plan.request
-    return _ask(
-        state, Stage.COMMIT, CommitWeights(update_op_id=request.op_id, version=request.version), state.crew
-    )
+    return _ask(state, Stage.COMMIT, CommitWeights(update_op_id=request.op_id, version=request.version), state.crew)
 
 
 def _after_commit(state: UpdateState) -> Decision:

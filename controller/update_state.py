@@ -143,12 +143,14 @@ class Candidate:
 class Plan:
     """What an update starts from; constant.
 
-    `current` is the group that stands from the last update, None if there is none; `is_whole` that all of its workers
-    still say they are in it, `leavers` those of them that can be told to leave. `next_epoch` numbers a new group.
+    `total_bytes` is the size of the tensors. `current` is the group that stands from the last update, None if there is
+    none; `is_whole` that all of its workers still say they are in it, `leavers` those of them that can be told to
+    leave. `next_epoch` numbers a new group.
     """
 
     request: UpdateWeights
     tensors: tuple[TensorSpec, ...]
+    total_bytes: int
     pages: tuple[ManifestPage, ...]
     candidates: tuple[Candidate, ...]
     next_epoch: int

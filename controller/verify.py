@@ -16,9 +16,7 @@ def check_sent(tensors: Sequence[TensorSpec], sums: Sequence[TensorSum]) -> Faul
                 tensor=spec.name,
             )
     if len(tensors) != len(sums):
-        return fault(
-            FaultCode.SENDER_FAILED, f"the trainer sent {len(sums)} tensors, {len(tensors)} were announced"
-        )
+        return fault(FaultCode.SENDER_FAILED, f"the trainer sent {len(sums)} tensors, {len(tensors)} were announced")
     return None
 
 

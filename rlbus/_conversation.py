@@ -169,8 +169,10 @@ class _Wait:
         return max(0.001, min(self.patience.silence_s, self.end - now))
 
     def request_at(self, now: float) -> ControlRequest:
-        """What to send now: until the controller was heard, its deadline shrinks with the time that has passed."""
-        if self.heard_at is not None:
+        """What to send now. A repeat equals the first, or the controller would refuse it; but whoever waits for the
+        controller itself has only the rest of the deadline once it is there.
+        """
+        if self.heard_at is not None or not self.patience.awaits_controller:
             return self.request
         left_s = self.started + self.request.deadline_s - now
         return msgspec.structs.replace(self.request, deadline_s=max(MIN_DEADLINE_S, left_s))

@@ -30,6 +30,7 @@ RESEND_PART = 0.25
 # How long a silent worker may take at least to say what became of the op, in seconds, also past the deadline.
 SETTLE_GRACE_S = 1.0
 # 503s in a row on a worker's own subject after which it counts as not there; they are RESEND_PART of the limit apart.
+# Only for one that was never heard, and not after a disconnect of ours: then it may be reconnecting like we did.
 MAX_UNHEARD = 2
 # Least time between two passes over the open workers, in seconds, however their limits are scattered.
 MIN_WAKE_S = 0.02
@@ -106,6 +107,7 @@ class _Track:
     """One worker that has no outcome yet. `due_s` ends its present phase."""
 
     worker: WorkerId
+    key: tuple[str, str]
     due_s: float
     resend_at_s: float | None
     boot_id: str | None
@@ -113,6 +115,7 @@ class _Track:
     step: str = ""
     done: int = -1
     num_unheard: int = 0
+    was_heard: bool = False
     # While settling: why, and the result that it told of without the data.
     why: FaultCode = FaultCode.NO_ACK
     told: Result | None = None
@@ -141,6 +144,7 @@ class Gather:
     # When `on_time` wants to be called next; an event may move it to an earlier time.
     wake_s: float = field(init=False, default=0.0)
     is_deaf: bool = field(init=False, default=False)
+    was_deaf: bool = field(init=False, default=False)
     deadline_at_s: float = field(init=False, default=0.0)
     _open: dict[tuple[str, str], _Track] = field(init=False, default_factory=dict)
     _all: frozenset[tuple[str, str]] = field(init=False, default=frozenset())
@@ -148,9 +152,9 @@ class Gather:
     def __post_init__(self) -> None:
         self.deadline_at_s = self.now_s + self.limits.deadline_s
         for worker in self.members:
-            track = _Track(worker, 0.0, None, self.boots.get(worker))
+            track = _Track(worker, split_worker_id(worker), 0.0, None, self.boots.get(worker))
             self._await_ack(track, self.now_s)
-            self._open[split_worker_id(worker)] = track
+            self._open[track.key] = track
         self._all = frozenset(self._open)
         self._plan_wake(self.now_s)
 
@@ -179,7 +183,7 @@ class Gather:
         elif track.boot_id != answer.boot_id:
             self._lose(track, "it was restarted meanwhile", boot_id=answer.boot_id)
             return False, []
-        track.num_unheard = 0
+        track.was_heard = True
         if answer.op_id == self.ask_id:
             return False, self._on_told(track, answer, now_s)
         if isinstance(answer, Result):
@@ -193,7 +197,7 @@ class Gather:
         if track is None or track.phase is not _Phase.WAITING:
             return []
         track.num_unheard += 1
-        if track.num_unheard >= MAX_UNHEARD:
+        if track.num_unheard >= MAX_UNHEARD and not (track.was_heard or self.was_deaf):
             self._end_with(track, FaultCode.NO_ACK, "nobody listens on its subject")
             return []
         track.resend_at_s = now_s + RESEND_PART * self.limits.ack_s
@@ -216,7 +220,7 @@ class Gather:
 
     def on_disconnected(self) -> None:
         """We can't hear: from now on nobody's silence counts."""
-        self.is_deaf = True
+        self.is_deaf = self.was_deaf = True
 
     def on_reconnected(self, now_s: float) -> list[Send]:
         """We hear again. Commands and answers may be lost, so everybody open gets the command again."""
@@ -347,7 +351,7 @@ class Gather:
         }[code]
 
     def _end(self, track: _Track, gathered: Gathered) -> None:
-        del self._open[split_worker_id(track.worker)]
+        del self._open[track.key]
         self.outcomes[track.worker] = gathered
         self.ended.append(gathered)
 

@@ -68,10 +68,11 @@ class SenderState:
         """Whether a join or a send runs."""
         return self.stage in (Stage.JOINING, Stage.SENDING)
 
-    @property
-    def is_member(self) -> bool:
-        """Whether the group stands, so that a next update may use it again."""
-        return self.stage in (Stage.IN, Stage.SENT)
+    def at_next_op(self) -> "SenderState":
+        """Where the next op begins: in the same group if it still stands, with nothing sent yet."""
+        if self.stage in (Stage.IN, Stage.SENT):
+            return replace(self, stage=Stage.IN)
+        return SenderState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +184,14 @@ class SendOrder:
 class SenderHalf:
     """Obeys the controller's tasks for one op over `plane`. Use as `async with`; hand it replies with `on_reply`.
 
-    After it ended, `state` says whether the group still stands, `sent` what was sent (None: nothing, or not all), and
-    `cause` is the exception that made this side fail (None: it didn't).
+    `state` is where the op before ended; afterwards, where this one did. Then `sent` is what was sent (None: nothing,
+    or not all), and `cause` the exception that made this side fail (None: it didn't).
     """
 
     def __init__(
         self, bus: Bus, namespace: str, plane: SenderPlane, order: SendOrder, state: SenderState, caller: str
     ) -> None:
-        self.state = state
+        self.state = state.at_next_op()
         self.sent: Sent | None = None
         self.cause: Exception | None = None
         self._bus = bus

@@ -10,8 +10,8 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from types import TracebackType, UnionType
+from typing import Any, Generic, TypeVar, overload
 
 from rlbus._clock import Clock, SystemClock
 from rlbus._transport import Message, Subscription, Transport
@@ -136,7 +136,15 @@ class Bus:
         self._inboxes[token] = inbox
         return inbox
 
-    async def request(self, subject: str, message: Wire, as_type: type[T] | Any, *, limit_s: float) -> T:
+    @overload
+    async def request(self, subject: str, message: Wire, as_type: type[T], *, limit_s: float) -> T:
+        """One type of reply."""
+
+    @overload
+    async def request(self, subject: str, message: Wire, as_type: UnionType, *, limit_s: float) -> Any:
+        """A union of tagged replies."""
+
+    async def request(self, subject: str, message: Wire, as_type: Any, *, limit_s: float) -> Any:
         """Publish and return the first reply.
 
         A reconnect meanwhile is survived only if the answer still comes; the request isn't sent twice.
@@ -147,12 +155,23 @@ class Bus:
         Cancel: the reply, if one comes, is dropped and counted.
         """
         async with self.stream(subject, message, as_type, max_queued=1) as replies:
-            reply: T = await replies.next(limit_s)
-            return reply
+            return await replies.next(limit_s)
+
+    @overload
+    def stream(
+        self, subject: str, message: Wire, as_type: type[T], *, max_queued: int = DEFAULT_MAX_QUEUED
+    ) -> "ReplyStream[T]":
+        """One type of reply."""
+
+    @overload
+    def stream(
+        self, subject: str, message: Wire, as_type: UnionType, *, max_queued: int = DEFAULT_MAX_QUEUED
+    ) -> "ReplyStream[Any]":
+        """A union of tagged replies."""
 
     def stream(
-        self, subject: str, message: Wire, as_type: type[T] | Any, *, max_queued: int = DEFAULT_MAX_QUEUED
-    ) -> "ReplyStream[T]":
+        self, subject: str, message: Wire, as_type: Any, *, max_queued: int = DEFAULT_MAX_QUEUED
+    ) -> "ReplyStream[Any]":
         """Publish (on entering the stream) and read any number of replies, in the order of arrival.
 
         `max_queued` replies may wait for the reader; one more breaks the stream, so that none is lost in silence.

@@ -273,9 +273,11 @@ class _Fanout:
             self._bus.count_bad(exc)
             return
         counts, actions = self.gather.on_answer(answer, self._loop.time())
+        if not counts or self._on_answer is None:
+            self._take(actions)
+            return
         try:
-            if counts and self._on_answer is not None:
-                self._on_answer(who(answer), answer)
+            self._on_answer(who(answer), answer)
         finally:
             self._take(actions)
 
@@ -306,7 +308,8 @@ class _Fanout:
         """After each event: what is to be sent waits for `run`, which is woken only if it has something to do."""
         self._pending.extend(actions)
         self._tell_outcomes()
-        if self._pending or not self.gather.num_open or self.gather.wake_s < self._sleeps_until_s:
+        gather = self.gather
+        if self._pending or not gather.num_open or gather.wake_s < self._sleeps_until_s:
             self._wake.set()
 
     def _tell_outcomes(self) -> None:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 # How long a call that was interrupted may take to undo what it began, and how long closing may take.
 INTERRUPT_LIMIT_S = 30.0
 CLOSE_LIMIT_S = 30.0
+# How soon a waiting main thread sees a signal at the latest.
+WAKE_S = 0.5
 
 
 class LoopThread:
@@ -61,6 +63,9 @@ class LoopThread:
         tasks: list[asyncio.Task[Any]] = []
         future = asyncio.run_coroutine_threadsafe(_remembered(work, tasks), self._loop)
         try:
+            # In short waits: a signal that another thread received is seen by the main thread only when it wakes up.
+            while not concurrent.futures.wait([future], timeout=WAKE_S).done:
+                pass
             return future.result()
         except BaseException:
             if not future.done():

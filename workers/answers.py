@@ -7,6 +7,7 @@ again with the same op_id, and the journal has it.
 import asyncio
 import logging
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -60,9 +61,7 @@ class Answers:
         """The command was validated and runs."""
         self._answer(
             reply,
-            Accepted(
-                op_id=op_id, component=self._component, instance_id=self._instance_id, boot_id=self._boot_id
-            ),
+            Accepted(op_id=op_id, component=self._component, instance_id=self._instance_id, boot_id=self._boot_id),
         )
 
     def progress(self, record: Record) -> None:
@@ -72,7 +71,7 @@ class Answers:
             component=self._component,
             instance_id=self._instance_id,
             boot_id=self._boot_id,
-            phase=record.route,
+            phase=record.phase,
             done=record.done,
             total=record.total,
             unit="bytes",
@@ -107,9 +106,7 @@ class Answers:
             size = exc.size_bytes
         if size <= limit:
             return result
-        too_large = Fault(
-            code=FaultCode.TOO_LARGE, message=f"the result takes {size} bytes, a message at most {limit}"
-        )
+        too_large = Fault(code=FaultCode.TOO_LARGE, message=f"the result takes {size} bytes, a message at most {limit}")
         return msgspec.structs.replace(result, status=ResultStatus.FAILED, fault=too_large, data=None)
 
     @property
@@ -121,11 +118,13 @@ class Answers:
         """The end of a command, to one who waits for it."""
         self._answer(reply, result)
 
-    def refuse(self, op_id: str | None, reply: str | None, why: Fault, route: str | None, at: float) -> None:
-        """Count a refusal, tell the sender if it can be reached, and log it at most once per REFUSAL_LOG_S."""
+    def refuse(self, op_id: str | None, replies: Sequence[str], why: Fault, route: str | None, at: float) -> None:
+        """Count a refusal, tell whoever can be reached, and log it at most once per REFUSAL_LOG_S."""
         self.num_refused += 1
         if op_id is not None:
-            self._answer(reply, self.build(op_id, ResultStatus.REFUSED, fault=why))
+            refusal = self.build(op_id, ResultStatus.REFUSED, fault=why)
+            for reply in replies:
+                self._answer(reply, refusal)
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_at_s < REFUSAL_LOG_S:
             return

@@ -16,8 +16,8 @@ from typing import Any
 
 from rlbus.errors import ConfigError
 from rlbus.schemas import is_instance_id
-from rlbus.subjects import CONTROLLER
 from rlbus.schemas.ids import is_token
+from rlbus.subjects import CONTROLLER
 
 DEFAULT_COMPONENT = "backend"
 # DESIGN section 3: heartbeats about every 5 s, with jitter.

@@ -6,9 +6,8 @@ doubt), paused, and with its session closed. What takes a running transfer back 
 the same group) is the one kind of mutation that is admitted beside another: it ends that one and then runs.
 """
 
-import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlbus.schemas import (
@@ -30,13 +29,32 @@ from rlbus.schemas import (
     PutManifest,
     ReceiveWeights,
     ResumeGeneration,
-    TensorSpec,
     WeightsState,
     WeightsView,
     route_of,
 )
 from rlbus.workers.checks import check_body, fault, is_committed
 from rlbus.workers.journal import Record
+from rlbus.workers.moves import (
+    Action,
+    AnswerNow,
+    Arrived,
+    Cleanup,
+    Decision,
+    Ended,
+    Event,
+    FirstByte,
+    Flushed,
+    GroupLeft,
+    Ignore,
+    Join,
+    Refuse,
+    Released,
+    Replay,
+    Run,
+    SessionClosed,
+    Started,
+)
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
 
 # Routes that the agent serves itself, whatever the engine.
@@ -60,128 +78,6 @@ def served_routes(engine_routes: frozenset[str]) -> frozenset[str]:
     """Every route of a worker: the engine's, the agent's own, and the whole update if the engine can receive."""
     update = UPDATE_ROUTES if _RECEIVE_ROUTE in engine_routes else frozenset()
     return AGENT_ROUTES | engine_routes | update
-
-
-# --- events
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A command, as parsed. `route` and `is_unicast` come from its subject, `record` from the journal.
-
-    `tensors` is the complete manifest that a prepare names (None: not known), `outside` what the agent found wrong when
-    it looked at the model or the file system for this command.
-    """
-
-    command: Command
-    route: str
-    is_unicast: bool
-    now: float
-    record: Record | None = None
-    tensors: tuple[TensorSpec, ...] | None = None
-    outside: Fault | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The engine is about to be called for the running mutation."""
-
-    op_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class FirstByte:
-    """The transfer of the running mutation has brought its first byte."""
-
-    op_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SessionClosed:
-    """`engine.abort_update` has succeeded."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLeft:
-    """`engine.leave_group` has been called."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """Every cache is empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The engine calls of the running mutation have ended. `is_touched` counts only with a fault."""
-
-    op_id: str
-    now: float
-    fault: Fault | None = None
-    is_touched: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """Nothing of the mutation runs any more, cleaning up included."""
-
-    op_id: str
-
-
-Event = Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Ended | Released
-
-
-# --- actions
-
-
-@dataclass(frozen=True, slots=True)
-class Ignore:
-    """Addressed to others, who are told so by the member list: no answer, which nobody waits for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Answer with this fault; nothing has changed."""
-
-    fault: Fault
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """The op is running already: add the reply address."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The op has ended: send its recorded result again."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerNow:
-    """Do it beside whatever runs: a query, a page of a manifest, or an abort of requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Begin the mutation. With `takes_back` the running one is ended first."""
-
-    takes_back: str | None = None
-
-
-class Cleanup(enum.Enum):
-    """Engine calls that follow a failure, in this order, before the op counts as over."""
-
-    CLOSE_SESSION = "abort_update"
-    LEAVE_GROUP = "leave_group"
-    RESUME = "resume"
-
-
-Action = Ignore | Refuse | Join | Replay | AnswerNow | Run | Cleanup
-Decision = tuple[WorkerState, tuple[Action, ...]]
 
 
 def decide(state: WorkerState, event: Event) -> Decision:

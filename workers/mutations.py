@@ -1,14 +1,14 @@
 """One mutation against the engine: which engine calls a command means, in which order, and how their end is judged.
 
-Invariants: the deadline is outside of the engine call, so an engine that never answers can't hold the agent; a call that
-was cut off without saying what it left is judged as having touched the weights.
+Invariants: the deadline is outside of the engine call, so an engine that never answers can't hold the agent; a call
+that was cut off without saying what it left is judged as having touched the weights.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rlbus.errors import FaultError, TransferError, refused
 from rlbus.schemas import (
@@ -36,11 +36,10 @@ from rlbus.schemas import (
 )
 from rlbus.workers.checks import REFUSALS, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
-from rlbus.workers.lifecycle import Event, Flushed, GroupLeft, SessionClosed, Started
+from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
-T = TypeVar("T")
 
 # Commands during which the weights may change; one that was cut off leaves them in doubt.
 _TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights)
@@ -54,12 +53,16 @@ class Surroundings(Protocol):
         """As it is now."""
         ...
 
-    def apply(self, event: Event) -> None:
-        """Feed the state machine."""
+    def apply(self, event: Event) -> tuple[Action, ...]:
+        """Feed the state machine; what it wants done."""
         ...
 
     def accept(self) -> None:
-        """Tell who waits that the command was validated and runs (a transfer: that the receiver stands)."""
+        """Tell who waits that the command was validated and runs."""
+        ...
+
+    def on_ready(self) -> None:
+        """The same for a transfer: the receiver stands; from any thread."""
         ...
 
     def on_progress(self, done: int, total: int) -> None:
@@ -87,7 +90,7 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
         case PauseGeneration():
             return await engine.pause(body.mode, body.clear_cache)
         case ResumeGeneration():
-            return await _resume(engine, around)
+            await _resume(engine, around)
         case FlushCache():
             await engine.flush_cache()
         case PrepareWeightsUpdate():
@@ -156,7 +159,7 @@ async def _receive(engine: Engine, body: ReceiveWeights, around: Surroundings) -
     assert state.running is not None
     order = ReceiveOrder(body.update_op_id, body.epoch, body.version, state.prepared.tensors, body.bucket_bytes)
     around.apply(Started(state.running.op_id))
-    return await engine.receive_weights(order, around.accept, around.on_progress)
+    return await engine.receive_weights(order, around.on_ready, around.on_progress)
 
 
 async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundings) -> ResultData:
@@ -219,17 +222,13 @@ class EngineCall:
         limit = f"{limit_s:.3g}"
         return fault(FaultCode.DEADLINE, f"{route_of(self._body)} did not end within {limit} s", limit_s=limit)
 
-    async def give_up(self, release: Callable[[], Awaitable[None]] | None, release_s: float, cancel_s: float) -> None:
+    async def give_up(
+        self, release: Callable[[], Coroutine[Any, Any, None]] | None, release_s: float, cancel_s: float
+    ) -> None:
         """Let it end by itself after `release` if there is one, else cancel it. Returns even if it clings."""
         if release is not None:
-            try:
-                async with asyncio.timeout(release_s):
-                    await release()
-                    await asyncio.wait({self.task}, timeout=release_s)
-            except TimeoutError:
-                pass
-            except Exception:  # noqa: BLE001 - logged; the cancel below is what counts
-                _log.exception("releasing a stuck transfer failed")
+            ends = asyncio.wait({self.task}, timeout=release_s)
+            await asyncio.gather(within(release(), release_s, cancel_s, "releasing a stuck transfer"), ends)
         if not self.task.done():
             self.task.cancel()
             await asyncio.wait({self.task}, timeout=cancel_s)
@@ -248,6 +247,25 @@ class EngineCall:
             because = Fault(code=cause.code, message=cause.message, detail={**cause.detail, "engine": said})
             return Outcome(fault=because, is_touched=judged.is_touched)
         return judged
+
+
+async def within(call: Coroutine[Any, Any, None], limit_s: float, cancel_s: float, what: str) -> bool:
+    """Make an engine call that follows a failure; whether it succeeded. Bounded, and never raises for the engine.
+
+    Cancel: the call is cancelled too.
+    """
+    task = asyncio.get_running_loop().create_task(call)
+    try:
+        await asyncio.wait({task}, timeout=limit_s)
+    finally:
+        task.cancel()
+    await asyncio.wait({task}, timeout=cancel_s)
+    if not task.done() or task.cancelled():
+        _log.error("%s did not end within %g s", what, limit_s)
+        return False
+    if (error := task.exception()) is not None:
+        _log.error("%s failed", what, exc_info=error)
+    return error is None
 
 
 def judge(error: BaseException, body: CommandBody) -> Outcome:

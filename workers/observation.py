@@ -31,7 +31,8 @@ class Observer:
             self._asking = asyncio.get_running_loop().create_task(self._ask())
         # The bound is out here: an engine that doesn't let go when cancelled is not asked a second time meanwhile.
         done, _ = await asyncio.wait({self._asking}, timeout=self._limit_s)
-        self.last = next(iter(done)).result() if done else NO_ANSWER
+        answered = bool(done) and not self._asking.cancelled()
+        self.last = self._asking.result() if answered else NO_ANSWER
         return self.last
 
     async def _ask(self) -> Observed:

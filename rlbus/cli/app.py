@@ -19,22 +19,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_RUN = "Run the pieces"
-_SEE = "See the fleet"
-_STEER = "Steer the fleet"
 
-app.command(rich_help_panel=_RUN)(run.up)
-app.command(rich_help_panel=_RUN)(run.controller)
-app.add_typer(run.worker_app, name="worker", rich_help_panel=_RUN)
-app.command(rich_help_panel=_RUN)(run.demo)
-app.command(rich_help_panel=_SEE)(fleet.workers)
-app.command(rich_help_panel=_SEE)(fleet.status)
-app.command(rich_help_panel=_SEE)(fleet.versions)
-app.command(rich_help_panel=_STEER)(fleet.pause)
-app.command(rich_help_panel=_STEER)(fleet.resume)
-app.command(rich_help_panel=_STEER)(fleet.flush)
-app.command(rich_help_panel=_STEER)(fleet.abort)
-app.command(rich_help_panel=_STEER)(fleet.update)
+# In the order of the help: run the pieces, see the fleet, steer it.
+app.command()(run.up)
+app.command()(run.controller)
+app.add_typer(run.worker_app, name="worker")
+app.command()(run.demo)
+app.command()(fleet.workers)
+app.command()(fleet.status)
+app.command()(fleet.versions)
+app.command()(fleet.pause)
+app.command()(fleet.resume)
+app.command()(fleet.flush)
+app.command()(fleet.abort)
+app.command()(fleet.update)
 
 
 @app.callback()
@@ -45,7 +43,7 @@ def configure(
 ) -> None:
     """Keeps a fleet of LLM inference engines in step with a trainer, over NATS."""
     level = {0: logging.CRITICAL, 1: logging.INFO}.get(verbose, logging.DEBUG)
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
 
 
 def main() -> None:

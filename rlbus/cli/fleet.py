@@ -1,21 +1,25 @@
 """Commands that ask the controller: workers, status, versions, pause, resume, flush, abort, update."""
 
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+from rlbus._conversation import ProgressHandler
 from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of, version_of
 from rlbus.cli.output import ExitCode, Output, exit_code_of_report
 from rlbus.cli.views import failure_text, show_report, show_status, show_workers
-from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, VERB_DEADLINE_S, FleetClient, ProgressHandler
+from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, VERB_DEADLINE_S, FleetClient
 from rlbus.errors import ConfigError, DeadlineError
 from rlbus.schemas import FleetView, PauseMode, Report, Target
 
 # How long `--watch` waits for an event before it looks again anyway (ages grow).
 WATCH_S = 2.0
+# Moves to the top of the terminal and clears it.
+CLEAR = "\x1b[H\x1b[2J"
 
 # Runs one verb: (client, target, progress handler) -> report.
 Verb = Callable[[FleetClient, Target, ProgressHandler], Awaitable[Report]]
@@ -65,7 +69,10 @@ def pause(
     deadline: Deadline = None,
     json: Json = False,
 ) -> None:
-    """Hold the engines still. If one fails, the others are resumed again."""
+    """Hold the engines still.
+
+    If one fails, the others are resumed again.
+    """
 
     async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
         return await fleet.pause(
@@ -174,7 +181,10 @@ def update(
     deadline: Deadline = None,
     json: Json = False,
 ) -> None:
-    """Give the engines the weights of a safetensors folder that each of them can read."""
+    """Give the engines the weights of a folder.
+
+    A safetensors folder that each of them can read, below one of their --weight-root.
+    """
 
     async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
         return await fleet.reload(
@@ -192,7 +202,10 @@ def update(
 
 
 def workers(url: Url = None, namespace: Namespace = None, deadline: Deadline = None, json: Json = False) -> None:
-    """List the workers: who they are, whether they live, what they do, which weights they have."""
+    """List the workers.
+
+    Who they are, whether they live, what they do, which weights they have.
+    """
     out = Output(json)
 
     async def work(fleet: FleetClient) -> ExitCode:
@@ -213,7 +226,10 @@ def status(
     deadline: Deadline = None,
     json: Json = False,
 ) -> None:
-    """Show the fleet: version, running op, who is admitted, who is paused by whom, who is dirty."""
+    """Show the state of the fleet.
+
+    Version, running op, who is admitted, who is paused by whom, who is dirty.
+    """
     out = Output(json)
 
     async def work(fleet: FleetClient) -> ExitCode:
@@ -241,7 +257,8 @@ async def _watch(out: Output, fleet: FleetClient, deadline_s: float) -> NoReturn
     async with fleet.watch() as events:
         while True:
             view = await fleet.status(deadline_s=deadline_s)
-            typer.clear()
+            if sys.stdout.isatty():
+                typer.echo(CLEAR, nl=False)
             show_status(out, view)
             with contextlib.suppress(DeadlineError):
                 await events.next(WATCH_S)

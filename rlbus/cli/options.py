@@ -103,9 +103,9 @@ def run_on_fleet(
     """
 
     async def connected() -> ExitCode:
+        config = BusConfig.from_env(url=url, namespace=namespace)
         from rlbus.connecting import connect_bus
 
-        config = BusConfig.from_env(url=url, namespace=namespace)
         caller = caller_name()
         async with contextlib.AsyncExitStack() as stack:
             bus = await connect_bus(config, name=caller)

@@ -1,20 +1,23 @@
 """Commands that run the pieces: up, controller, worker, demo. They end with 0 on SIGINT or SIGTERM."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlbus.cli.options import Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
-from rlbus.errors import ConfigError
+from rlbus.schemas import worker_id
+
+if TYPE_CHECKING:
+    from rlbus.workers.agent import Agent
+    from rlbus.workers.engines.base import Engine
 
 worker_app = typer.Typer(
     help="Run a worker: an inference engine with its agent on the bus.", no_args_is_help=True, rich_markup_mode=None
@@ -22,7 +25,9 @@ worker_app = typer.Typer(
 
 Component = Annotated[
     str | None,
-    typer.Option("--component", "-c", metavar="NAME", help="Part of the fleet. [env: RLBUS_COMPONENT] [default: backend]"),
+    typer.Option(
+        "--component", "-c", metavar="NAME", help="Part of the fleet. [env: RLBUS_COMPONENT] [default: backend]"
+    ),
 ]
 InstanceId = Annotated[
     str | None,
@@ -74,7 +79,10 @@ def up(
     namespace: Namespace = None,
     json: Json = False,
 ) -> None:
-    """Start an embedded NATS server and a controller, until Ctrl-C. Prints the URL for workers and trainers."""
+    """Start an embedded NATS server and a controller.
+
+    Prints the URL for workers and trainers, and runs until Ctrl-C.
+    """
     out = Output(json)
     log_as_service()
 
@@ -87,7 +95,7 @@ def up(
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
             config = BusConfig(url=server.url, namespace=name)
 
-            def on_ready() -> None:
+            def on_ready(_controller: object) -> None:
                 if json:
                     out.document({"url": server.url, "namespace": name, "pid": os.getpid()})
                 out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={server.url}")
@@ -102,16 +110,15 @@ def up(
 
 
 def controller(url: Url = None, namespace: Namespace = None, json: Json = False) -> None:
-    """Run the controller of a namespace, until Ctrl-C."""
+    """Run the controller of a namespace."""
     out = Output(json)
     log_as_service()
 
     async def serve() -> None:
+        config = BusConfig.from_env(url=url, namespace=namespace)
         from rlbus.controller.app import serve as serve_controller
 
-        config = BusConfig.from_env(url=url, namespace=namespace)
-
-        def on_ready() -> None:
+        def on_ready(_controller: object) -> None:
             if json:
                 out.document({"namespace": config.namespace, "pid": os.getpid()})
             out.line(f"controller of namespace {config.namespace} is up on {config.url}; Ctrl-C ends it")
@@ -127,7 +134,91 @@ def demo(
     updates: Annotated[int, typer.Option(help="How many training steps.", min=1)] = 20,
     json: Annotated[bool, typer.Option("--json", help="Only the last line, one JSON document, on stdout.")] = False,
 ) -> None:
-    """Train a tiny model on real engines: rollouts from them, weights to them through rlbus, every step checked."""
+    """Train a tiny model on real engines.
+
+    Rollouts come from the engines, weights reach them through rlbus, and every step is checked.
+    """
     from rlbus.demo.run import main
 
     raise typer.Exit(main(engine=engine, workers=workers, updates=updates, as_json=json))
+
+
+@worker_app.command("fake")
+def worker_fake(
+    world_size: Annotated[int, typer.Option(help="Ranks that it pretends to have.", min=1)] = 1,
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Component = None,
+    instance_id: InstanceId = None,
+    weight_root: WeightRoots = None,
+    json: Json = False,
+) -> None:
+    """Run an engine that only pretends: to try rlbus out, and for tests."""
+
+    def make() -> "Engine":
+        from rlbus.workers.engines.fake import FakeEngine
+
+        return FakeEngine(world_size=world_size)
+
+    _run_worker(make, url, namespace, component, instance_id, weight_root, json)
+
+
+@worker_app.command("torch")
+def worker_torch(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the model.", exists=True, file_okay=False)],
+    ranks: Annotated[int, typer.Option(help="Processes, each with its own copy of the model.", min=1)] = 1,
+    port: Annotated[int, typer.Option(help="Port of /v1/completions; 0 takes a free one.", min=0, max=65535)] = 0,
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Component = None,
+    instance_id: InstanceId = None,
+    weight_root: WeightRoots = None,
+    json: Json = False,
+) -> None:
+    """Run the small torch engine on a model folder. Needs `pip install "rlbus[torch]"`."""
+
+    def make() -> "Engine":
+        from rlbus.workers.engines.torch_engine import TorchEngine
+
+        return TorchEngine(model, ranks=ranks, port=port)
+
+    _run_worker(make, url, namespace, component, instance_id, weight_root, json)
+
+
+def _run_worker(
+    make: Callable[[], "Engine"],
+    url: str | None,
+    namespace: str | None,
+    component: str | None,
+    instance_id: str | None,
+    weight_roots: list[str] | None,
+    json: bool,
+) -> None:
+    """Run one worker in this process until it is stopped."""
+    out = Output(json)
+    roots = tuple(str(Path(root).absolute()) for root in weight_roots) if weight_roots else None
+    log_as_service()
+
+    async def serve() -> ExitCode:
+        from rlbus.workers.config import AgentConfig
+        from rlbus.workers.run import serve as serve_worker
+
+        bus_config = BusConfig.from_env(url=url, namespace=namespace)
+
+        def on_ready(agent: "Agent") -> None:
+            who = worker_id(agent.descriptor.component, agent.descriptor.instance_id)
+            if json:
+                out.document({"worker": who, "namespace": bus_config.namespace, "pid": os.getpid()})
+            out.line(f"worker {who} of namespace {bus_config.namespace} is up; Ctrl-C ends it")
+
+        await serve_worker(
+            make(),
+            bus_config,
+            component=component,
+            instance_id=instance_id,
+            config=AgentConfig.from_env(weight_roots=roots),
+            on_ready=on_ready,
+        )
+        return ExitCode.OK
+
+    run_command(out, serve)

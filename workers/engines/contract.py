@@ -6,11 +6,11 @@ without a group, and with clean weights.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlbus.schemas import GroupPlan, TensorSpec, TensorSum, Version
 from rlbus.workers.engines.base import Engine, ReceiveOrder
@@ -74,22 +74,83 @@ class OpenedEngine(Protocol):
 class EngineCase:
     """One engine in the contract suite.
 
-    `marker` is "unit" for an engine that needs neither torch nor a process, else "engine". `loop_factory` makes the
-    loop that the engine lives on (None: asyncio's). `settle_s` is how long to watch that a paused engine stays still.
+    Args:
+        open: starts the engine, given a folder for its files. Entered and left in one task, on the loop that all tests
+            of the case share.
+        requires: modules that must be installed; without one of them the case is skipped, and says so.
+        loop_factory: makes that loop (None: asyncio's own).
+        long_tokens: length of a request that is sure to run still when the suite pauses or aborts it.
+        settle_s: how long to watch that a paused engine stays still.
+        open_s, limit_s: bounds of the start and of each test, in seconds of that loop.
+        counts_requests: whether pause says how many requests it ended or holds.
+        takes_other_dtypes: whether a float16 tensor may be sent for a float32 one.
     """
 
     name: str
     open: Callable[[Path], AbstractAsyncContextManager[OpenedEngine]]
-    marker: str = "engine"
+    requires: tuple[str, ...] = ()
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    # Tokens of a request that is still running when the suite pauses or aborts it.
     long_tokens: int = 200
     settle_s: float = 0.1
-    # Bound of every test, in seconds of that loop.
+    open_s: float = 120.0
     limit_s: float = 60.0
-    # Whether a direct full update heals after the sender died half-way (DESIGN section 4 rule 4).
-    backend: str = "gloo"
+    counts_requests: bool = True
+    takes_other_dtypes: bool = True
 
 
-# The shape of what `EngineCase.open` is decorated with.
-OpenEngine = Callable[[Path], AsyncIterator[OpenedEngine]]
+class CaseRunner:
+    """Holds one opened engine on one loop, for synchronous tests. `start`, any number of `run`, `close`."""
+
+    def __init__(self, case: EngineCase, folder: Path) -> None:
+        self.case = case
+        self._folder = folder
+        self._runner = asyncio.Runner(loop_factory=case.loop_factory)
+        self._opened: asyncio.Future[OpenedEngine] | None = None
+        self._stop: asyncio.Event | None = None
+        self._host: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Open the engine. Raises what opening raises; `close` is due in any case."""
+        self._runner.run(self._start())
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[OpenedEngine] = loop.create_future()
+        stop = asyncio.Event()
+
+        async def host() -> None:
+            async with self.case.open(self._folder) as engine:
+                opened.set_result(engine)
+                await stop.wait()
+
+        # Opened and closed by one task: a TaskGroup inside `open` may not be left by another one.
+        self._opened, self._stop, self._host = opened, stop, loop.create_task(host())
+        async with asyncio.timeout(self.case.open_s):
+            await asyncio.wait({opened, self._host}, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                await self._host
+
+    def run(self, check: Callable[[OpenedEngine], Coroutine[Any, Any, None]]) -> None:
+        """Run one check on the opened engine, bounded by `limit_s`."""
+
+        async def bounded() -> None:
+            assert self._opened is not None
+            async with asyncio.timeout(self.case.limit_s):
+                await check(self._opened.result())
+
+        self._runner.run(bounded())
+
+    def close(self) -> None:
+        """Close the engine and the loop. Idempotent."""
+        try:
+            if self._host is not None and not self._host.done():
+                self._runner.run(self._close(self._host))
+        finally:
+            self._host = None
+            self._runner.close()
+
+    async def _close(self, host: "asyncio.Task[None]") -> None:
+        assert self._stop is not None
+        self._stop.set()
+        async with asyncio.timeout(self.case.open_s):
+            await host

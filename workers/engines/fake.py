@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,12 +57,16 @@ MAX_CALLS = 1000
 CHECKPOINT = "fake_weights.json"
 INITIAL = Version(incarnation=0, step=0)
 
+Feed = Callable[[ReceiveOrder], Awaitable[int | None]]
+
 
 class FakeEngine:
     """A fake engine; see the module. `calls` has the verbs in the order of their begin, `violations` what went wrong.
 
     Args:
         step_s: how long a step takes.
+        feed: the sender's side of a transfer, awaited once the receiver stands: how many tensors it sends before it
+            gives up, or None for all. Without one everything is there at once.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class FakeEngine:
         routes: frozenset[str] = ROUTES,
         step_s: float = 0.01,
         completions_url: str | None = None,
+        feed: Feed | None = None,
     ) -> None:
+        self._feed = feed
         self._script = FakeScript() if script is None else script
         self._info = EngineInfo("fake", model, world_size, routes, ("fake",), completions_url=completions_url)
         self._tensors = tuple(tensors)
@@ -279,8 +285,8 @@ class FakeEngine:
 
     def _check_may_receive(self, order: ReceiveOrder) -> None:
         if self.epoch is None or self.epoch != order.epoch:
-            fault = Fault(code=FaultCode.TRANSFER_FAILED, message=f"not in group {order.epoch}, but in {self.epoch}")
-            raise UpdateFailedError(fault, weights_touched=False)
+            problem = f"not in group {order.epoch}, but in {self.epoch}"
+            raise UpdateFailedError(_lost(problem), weights_touched=False)
         if not self.requests.is_paused:
             self.violations.append("receive_weights while running")
         if self.session is not None:
@@ -289,6 +295,7 @@ class FakeEngine:
     async def _bring(self, order: ReceiveOrder, step: Step, on_progress: ProgressFn) -> None:
         """The transfer itself, in parts, with the scripted end after one of them."""
         total = sum(num_bytes(spec) for spec in order.tensors)
+        num_tensors = await self._fed(order)
         done = 0
         for part in range(step.num_parts + 1):
             if part == step.after_parts:
@@ -297,6 +304,9 @@ class FakeEngine:
                 return
             await asyncio.sleep(step.transfer_s / step.num_parts)
             for spec in order.tensors[part :: step.num_parts]:
+                if num_tensors == 0:
+                    raise UpdateFailedError(_lost("the sender gave up"), _claim(step, done > 0))
+                num_tensors = None if num_tensors is None else num_tensors - 1
                 self._write(spec, order.version)
                 done += num_bytes(spec)
             on_progress(done, total)
@@ -308,8 +318,22 @@ class FakeEngine:
             self._die()
         if step.hangs:
             await self._hang(step)
-            fault = Fault(code=FaultCode.TRANSFER_FAILED, message="the group was dropped during the transfer")
-            raise UpdateFailedError(fault, _claim(step, is_touched))
+            raise UpdateFailedError(_lost("the group was dropped during the transfer"), _claim(step, is_touched))
+
+    async def _fed(self, order: ReceiveOrder) -> int | None:
+        """What the sender has for us; fails untouched if the group is dropped while we wait for it."""
+        if self._feed is None:
+            return None
+        feeding = asyncio.ensure_future(self._feed(order))
+        released = asyncio.ensure_future(self._released.wait())
+        try:
+            await asyncio.wait({feeding, released}, return_when=asyncio.FIRST_COMPLETED)
+            if not feeding.done():
+                raise UpdateFailedError(_lost("the group was dropped before the first byte"), weights_touched=False)
+            return feeding.result()
+        finally:
+            feeding.cancel()
+            released.cancel()
 
     def _write(self, spec: TensorSpec, version: Version) -> None:
         if self.requests.is_in_step:
@@ -334,6 +358,10 @@ def _claim(step: Step, is_touched: bool) -> bool:
 
 def _failed(message: str) -> Fault:
     return Fault(code=FaultCode.ENGINE_FAILED, message=message)
+
+
+def _lost(message: str) -> Fault:
+    return Fault(code=FaultCode.TRANSFER_FAILED, message=message)
 
 
 def _dead() -> EngineDeadError:

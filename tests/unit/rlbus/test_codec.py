@@ -37,7 +37,7 @@ def test_a_union_is_told_apart_by_its_tag() -> None:
         (b'{"op_id":"o","term":"1","expires_at":1,"body":{"route":"hello"}}', "$.term"),
         (b'{"op_id":"o","term":1,"expires_at":1,"body":{"route":"hello"},"members":[7]}', "$.members"),
         (b"\xff\xfe", "malformed"),
-        (b'{"op_id":"\xff"}', "utf-8"),
+        (b'{"op_id":"\xff"}', "UTF-8"),
         (b"[" * 100_000, ""),
     ],
 )

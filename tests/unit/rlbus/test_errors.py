@@ -10,8 +10,8 @@ from rlbus import errors
 from rlbus.schemas import (
     Fault,
     FaultCode,
-    Outcome,
     OpStatus,
+    Outcome,
     Report,
     WorkerOutcome,
     worker_id,

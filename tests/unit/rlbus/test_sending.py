@@ -129,3 +129,17 @@ def test_a_send_in_a_group_that_we_are_not_in_is_answered_with_failed(state: Sen
     assert signal.fault is not None
     assert signal.fault.code is FaultCode.STALE_EPOCH
     assert signal.fault.retryable
+
+
+@pytest.mark.parametrize(
+    ("ended", "begins"),
+    [
+        (SenderState(), SenderState()),
+        (at(Stage.IN), at(Stage.IN)),
+        (at(Stage.SENT), at(Stage.IN)),
+        (at(Stage.OUT), SenderState()),
+    ],
+)
+def test_the_next_op_begins_in_a_standing_group_with_nothing_sent(ended: SenderState, begins: SenderState) -> None:
+    """A group is used again, but what the op before has sent never counts for the next one."""
+    assert ended.at_next_op() == begins

@@ -1,0 +1,202 @@
+"""What the controller refuses before it begins, and what an update starts from. Pure.
+
+Everything here is checked before the first side effect; a fault means that nothing changed anywhere.
+"""
+
+from collections.abc import Sequence
+
+from rlbus.controller.causes import fault
+from rlbus.controller.op_ids import is_pause_of_op
+from rlbus.controller.registry import Member, Registry
+from rlbus.controller.update_state import Candidate, Group, Plan
+from rlbus.errors import ManifestError
+from rlbus.schemas import (
+    Fault,
+    FaultCode,
+    Generation,
+    ManifestPage,
+    ReloadFleet,
+    Target,
+    TensorSpec,
+    UpdateWeights,
+    Version,
+    WeightsState,
+    WorkerId,
+    split_worker_id,
+)
+from rlbus.transfer.manifest import num_bytes
+
+# Largest deadline that a request may ask for, in seconds: nothing here waits for longer than a day.
+MAX_DEADLINE_S = 86_400.0
+# What a worker must serve to take part in an update.
+UPDATE_ROUTE = "update_weights_from_distributed"
+
+
+def check_deadline(deadline_s: float) -> Fault | None:
+    """Whether a request's deadline is a number of seconds that can be kept."""
+    if 0 < deadline_s <= MAX_DEADLINE_S:
+        return None
+    message = f"deadline_s is {deadline_s:g}; use more than 0 and at most {MAX_DEADLINE_S:g} seconds"
+    return fault(FaultCode.BAD_MESSAGE, message)
+
+
+def check_target(registry: Registry, target: Target) -> Fault | None:
+    """Whether there is somebody to address, and everybody whom the target names."""
+    absent = registry.unaddressable(target)
+    if absent:
+        listed = "; ".join(f"{worker}: {why}" for worker, why in absent.items())
+        return fault(FaultCode.NO_WORKER, f"can't address {listed}", retryable=True, workers=", ".join(absent))
+    if not registry.addressable(target):
+        what = "no worker is there" if target == Target() else "the target matches no worker that is there"
+        known = ", ".join(registry.components()) or "none"
+        return fault(FaultCode.NO_WORKER, f"{what} (components seen: {known})", retryable=True)
+    return None
+
+
+def check_route(members: Sequence[Member], route: str) -> Fault | None:
+    """Whether everybody serves `route`; the fault names the first who doesn't."""
+    for member in members:
+        if route not in member.descriptor.routes:
+            message = f"{member.worker} ({member.descriptor.engine}) doesn't serve {route}"
+            return fault(FaultCode.NO_ROUTE, message, worker=member.worker, route=route)
+    return None
+
+
+def check_version(
+    registry: Registry, members: Sequence[Member], version: Version, *, allow_rollback: bool
+) -> Fault | None:
+    """Newer than the fleet's (not only different: SCENARIOS 12), or asked for as a rollback.
+
+    The fleet's own version may be given again to workers that don't have it: that catches them up.
+    """
+    fleet = registry.version
+    if fleet is None or allow_rollback or version > fleet:
+        return None
+    has_it = [m for m in members if _is_clean_at(m, fleet)]
+    if version == fleet and not has_it:
+        return None
+    return fault(
+        FaultCode.VERSION_REGRESSION,
+        f"version {version} is not newer than the fleet's, which is {fleet}; ask for a rollback if that is meant",
+        version=version,
+        fleet=fleet,
+    )
+
+
+def check_update(
+    registry: Registry, request: UpdateWeights, members: Sequence[Member], tensors: Sequence[TensorSpec] | None
+) -> Fault | None:
+    """Whether this update can be begun on `members`. `tensors` None: the manifest isn't complete here."""
+    problem = _numbers_problem(request, len(members))
+    if problem is not None:
+        return fault(FaultCode.BAD_MESSAGE, problem)
+    if (missing := check_route(members, UPDATE_ROUTE)) is not None:
+        return missing
+    for member in members:
+        descriptor = member.descriptor
+        if request.backend not in descriptor.backends:
+            has = ", ".join(descriptor.backends) or "none"
+            message = f"{member.worker} can't join a {request.backend} group; its backends: {has}"
+            return fault(FaultCode.NO_ROUTE, message, worker=member.worker, backend=request.backend)
+        if descriptor.world_size < 1:
+            message = f"{member.worker} says that its world size is {descriptor.world_size}"
+            return fault(FaultCode.WRONG_STATE, message, worker=member.worker)
+    regression = check_version(registry, members, request.version, allow_rollback=request.allow_rollback)
+    if regression is not None:
+        return regression
+    if tensors is None:
+        message = f"manifest {request.manifest_digest[:12]} is not complete here; put its pages first"
+        return fault(FaultCode.MANIFEST_UNKNOWN, message, retryable=True, digest=request.manifest_digest)
+    try:
+        for spec in tensors:
+            num_bytes(spec)
+    except ManifestError as exc:
+        return exc.fault
+    return None
+
+
+def reload_version(registry: Registry, request: ReloadFleet) -> Version:
+    """The version that a reload gives: the one asked for, else the fleet's next step."""
+    if request.version is not None:
+        return request.version
+    fleet = registry.version
+    return Version(step=1) if fleet is None else Version(incarnation=fleet.incarnation, step=fleet.step + 1)
+
+
+def held(members: Sequence[Member]) -> tuple[WorkerId, ...]:
+    """Workers that a person or program holds paused (and not an update that failed): no op of ours ends that."""
+    return tuple(m.worker for m in members if _is_held(m))
+
+
+def plan_update(
+    registry: Registry,
+    request: UpdateWeights,
+    members: Sequence[Member],
+    tensors: tuple[TensorSpec, ...],
+    pages: tuple[ManifestPage, ...],
+    current: Group | None,
+    group_timeout_s: float,
+) -> Plan:
+    """What an update of `members` starts from. `current` is the group that stood after the last one."""
+    return Plan(
+        request=request,
+        tensors=tensors,
+        total_bytes=sum(num_bytes(spec) for spec in tensors),
+        pages=pages,
+        candidates=tuple(
+            Candidate(m.worker, m.boot_id, m.descriptor.world_size, is_held=_is_held(m)) for m in _in_order(members)
+        ),
+        next_epoch=registry.max_epoch + 1,
+        group_timeout_s=max(group_timeout_s, request.stall_s),
+        current=current,
+        is_whole=current is not None and all(_is_in(registry, current, w) for w in current.workers),
+        leavers=() if current is None else tuple(w for w in current.workers if _can_leave(registry, w)),
+    )
+
+
+def _numbers_problem(request: UpdateWeights, num_workers: int) -> str | None:
+    if request.require is not None and not 1 <= request.require <= num_workers:
+        return f"require is {request.require}, the target has {num_workers} workers"
+    if request.bucket_bytes < 1:
+        return f"bucket_bytes is {request.bucket_bytes}, at least 1 is needed"
+    if request.num_trainer_ranks < 1:
+        return f"num_trainer_ranks is {request.num_trainer_ranks}, at least 1 is needed"
+    if not 0 < request.stall_s <= MAX_DEADLINE_S:
+        return f"stall_s is {request.stall_s:g}; use more than 0 and at most {MAX_DEADLINE_S:g} seconds"
+    if request.version.incarnation < 0 or request.version.step < 0:
+        return f"version is {request.version}; use numbers from 0 on"
+    return None
+
+
+def _in_order(members: Sequence[Member]) -> list[Member]:
+    """By component, then by number: the order of ranks doesn't change because somebody's id has more digits."""
+
+    def key(member: Member) -> tuple[str, int]:
+        component, instance_id = split_worker_id(member.worker)
+        return component, int(instance_id)
+
+    return sorted(members, key=key)
+
+
+def _is_clean_at(member: Member, version: Version) -> bool:
+    weights = member.status.weights
+    return weights.state is WeightsState.CLEAN and weights.version == version
+
+
+def _is_held(member: Member) -> bool:
+    status = member.status
+    if status.generation is not Generation.PAUSED or status.pause is None:
+        return False
+    return not is_pause_of_op(status.pause.owner)
+
+
+def _can_leave(registry: Registry, worker: WorkerId) -> bool:
+    member = registry.get(worker)
+    return member is not None and registry.refusal(member) is None
+
+
+def _is_in(registry: Registry, group: Group, worker: WorkerId) -> bool:
+    member = registry.get(worker)
+    if member is None or member.gone is not None or member.boot_id != group.boots.get(worker):
+        return False
+    return member.status.epoch == group.plan.epoch

@@ -1,0 +1,57 @@
+"""What an answered command says about its worker's status. Pure.
+
+A worker announces every change, but a moment after it answered; whoever asks for the fleet's state right after an op
+must see what that op did. The worker's next announcement replaces what is written here.
+"""
+
+import msgspec
+
+from rlbus.schemas import (
+    CommandBody,
+    CommitWeights,
+    DestroyGroup,
+    Generation,
+    GetVersion,
+    InitGroup,
+    LoadWeights,
+    PauseGeneration,
+    PauseView,
+    ReceiveWeights,
+    Result,
+    ResultStatus,
+    ResumeGeneration,
+    WeightsData,
+    WeightsState,
+    WeightsView,
+    WorkerStatus,
+)
+
+
+def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: float) -> WorkerStatus:
+    """The status of a worker after it answered `body` with `result`; unchanged unless it did it. `now` is Unix time."""
+    if result.status is not ResultStatus.OK:
+        return status
+    change = msgspec.structs.replace
+    match body:
+        case PauseGeneration():
+            owner = result.op_id if body.owner is None else body.owner
+            since = now if status.pause is None else status.pause.since
+            pause = PauseView(owner=owner, mode=body.mode.value, since=since)
+            return change(status, generation=Generation.PAUSED, pause=pause)
+        case ResumeGeneration():
+            return change(status, generation=Generation.RUNNING, pause=None)
+        case InitGroup():
+            return change(status, epoch=body.plan.epoch)
+        case DestroyGroup() if status.epoch == body.epoch:
+            return change(status, epoch=None)
+        case ReceiveWeights():
+            before = status.weights
+            last_good = before.last_good if before.version is None else before.version
+            return change(status, weights=WeightsView(state=WeightsState.UPDATING, last_good=last_good))
+        case CommitWeights() | LoadWeights():
+            weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
+            return change(status, weights=weights)
+        case GetVersion() if isinstance(result.data, WeightsData):
+            return change(status, weights=result.data.weights)
+        case _:
+            return status

@@ -1,0 +1,402 @@
+"""The controller of one namespace: hears workers, takes requests, and runs ops through `Desk`.
+
+Learning who is there: workers announce themselves on start, on change and every few seconds; a controller that is new
+or was disconnected says hello, which every worker answers with an announcement. A publish can't address "every
+component", so hello goes to the components that are known (those in `Settings.components`, and each as soon as its
+first worker is heard); workers of a component that nobody named are found by their heartbeats, within one interval.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlbus import subjects
+from rlbus._transport import Message, Subscription
+from rlbus.bus import Bus
+from rlbus.codec import MAX_MESSAGE_BYTES
+from rlbus.controller import admission
+from rlbus.controller.causes import fault
+from rlbus.controller.desk import Desk, Running
+from rlbus.controller.line import Line
+from rlbus.controller.op import Op, publish, tell_event
+from rlbus.controller.op_ids import derive
+from rlbus.controller.registry import Change, Gone, Joined, Member, Registry
+from rlbus.controller.report import has_committed, standing_group, update_report
+from rlbus.controller.update import UpdateRun
+from rlbus.controller.update_state import Group, Plan
+from rlbus.controller.verbs import FleetVerb
+from rlbus.controller.waiting import Waiter, WaitingRoom
+from rlbus.errors import DecodeError, RLBusError
+from rlbus.schemas import (
+    AbortFleet,
+    CancelOp,
+    Command,
+    ControlRequest,
+    Fault,
+    FaultCode,
+    FleetView,
+    FlushFleet,
+    GetFleet,
+    GetVersions,
+    Hello,
+    ManifestPage,
+    OpAccepted,
+    PauseFleet,
+    PutManifestPage,
+    Refusal,
+    ReloadFleet,
+    Report,
+    ResumeFleet,
+    SenderSignal,
+    TensorSpec,
+    UpdateWeights,
+    Version,
+    WaitReady,
+    WorkerId,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerMessage,
+    route_of,
+)
+from rlbus.transfer.manifest import ManifestBook, pages
+
+_log = logging.getLogger("rlbus.controller")
+
+# How often time is looked at: liveness, waits. Small against the shortest heartbeat interval in use.
+TICK_S = 0.25
+# A page of a manifest stays at half of what one message may have, as rlbus.codec advises.
+PAGE_BYTES = MAX_MESSAGE_BYTES // 2
+# How long a hello is worth answering.
+HELLO_S = 10.0
+# How long a stop may take to undo what runs. Docker and Kubernetes kill after 10 s and 30 s.
+STOP_S = 8.0
+
+VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions
+# What a worker has to serve for a verb.
+_ROUTE = {
+    PauseFleet: "pause_generation",
+    ResumeFleet: "resume_generation",
+    FlushFleet: "flush_cache",
+    AbortFleet: "abort_request",
+    GetVersions: "get_weight_version",
+    ReloadFleet: "update_weights_from_disk",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a controller behaves. `components` are greeted at once, others when they are first heard.
+
+    `group_timeout_s` bounds the forming of a process group, and is the least backstop of each collective in it.
+    """
+
+    components: tuple[str, ...] = ("backend",)
+    group_timeout_s: float = 60.0
+    stop_s: float = STOP_S
+
+
+class Controller:
+    """One controller. `run` it; there must be one per namespace (a lease that ensures it comes with issue 3).
+
+    Its term is the second of its start, so that one that was restarted is newer than the one before.
+    """
+
+    def __init__(self, bus: Bus, namespace: str, *, settings: Settings | None = None, term: int | None = None) -> None:
+        self.settings = Settings() if settings is None else settings
+        self.namespace = namespace
+        self.term = int(bus.clock.now()) if term is None else term
+        self.registry = Registry(namespace)
+        # Requests that could not be decoded, or were on the wrong subject. Only grows.
+        self.num_bad_requests = 0
+        self._bus = bus
+        self._line = Line(bus, namespace, self.term, self.registry)
+        self._desk = Desk(bus, namespace)
+        self._waiting = WaitingRoom(self.registry, self.view)
+        self._book = ManifestBook()
+        # Pages of the manifest that was used last, cut once.
+        self._pages: tuple[ManifestPage, ...] = ()
+        self._group: Group | None = None
+        self._greeted: set[str] = set()
+        self._is_check_due = False
+        self._num_hellos = 0
+
+    async def run(self) -> None:
+        """Serve until cancelled; then take back what runs, within `settings.stop_s`.
+
+        Cancel: the way to stop it. A second cancel drops what is being undone.
+        """
+        loop = asyncio.get_running_loop()
+        stop_watching = self._bus.watch_connection(self._on_connection)
+        subscriptions: list[Subscription] = [
+            self._bus.subscribe(subjects.all_workers(self.namespace), WorkerMessage, self._on_worker),
+            self._bus.subscribe(
+                subjects.all_control(self.namespace), ControlRequest, self._on_control, self._on_bad_request
+            ),
+        ]
+        try:
+            self._greet(self.settings.components)
+            while True:
+                await asyncio.sleep(TICK_S)
+                self._take(self.registry.tick(loop.time()))
+                self._waiting.check()
+        finally:
+            self._waiting.refuse_all(fault(FaultCode.CANCELLED, "the controller is stopping", retryable=True))
+            try:
+                await self._desk.aclose(self.settings.stop_s)
+            finally:
+                for subscription in subscriptions:
+                    subscription.unsubscribe()
+                stop_watching()
+
+    def view(self) -> FleetView:
+        """The fleet as it is known now."""
+        mutation = self._desk.mutation
+        return self.registry.view(
+            asyncio.get_running_loop().time(),
+            term=self.term,
+            epoch=None if self._group is None else self._group.plan.epoch,
+            op_id=None if mutation is None else mutation.op.op_id,
+        )
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _on_worker(self, message: WorkerMessage, _: Message) -> None:
+        self._take(self.registry.hear(message, asyncio.get_running_loop().time()))
+
+    def _on_connection(self, is_connected: bool) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if is_connected:
+            self.registry.reconnected(now_s)
+            self._greet((*self.settings.components, *self.registry.components()))
+        else:
+            _log.warning("disconnected from the bus; nobody's silence counts until we are back")
+            self.registry.disconnected(now_s)
+
+    def _take(self, changes: Sequence[Change]) -> None:
+        """What follows from a change of the membership."""
+        for change in changes:
+            member, at = change.member, self._bus.clock.now()
+            component, instance_id = member.descriptor.component, member.descriptor.instance_id
+            if isinstance(change, Joined):
+                _log.info("%s joined (%s, boot %s)", member.worker, member.descriptor.engine, member.boot_id)
+                joined = WorkerJoined(at=at, component=component, instance_id=instance_id, boot_id=member.boot_id)
+                tell_event(self._bus, self.namespace, joined)
+                if change.is_reboot:
+                    self._lose(member.worker, "it was restarted")
+                if component not in self._greeted:
+                    self._greet((component,))
+            elif isinstance(change, Gone):
+                _log.warning("%s is gone: %s", member.worker, change.reason)
+                left = WorkerLeft(at=at, component=component, instance_id=instance_id, reason=change.reason)
+                tell_event(self._bus, self.namespace, left)
+                self._lose(member.worker, change.reason)
+        if changes and not self._is_check_due and not self._waiting.is_empty:
+            self._is_check_due = True
+            asyncio.get_running_loop().call_soon(self._check_waiting)
+
+    def _check_waiting(self) -> None:
+        self._is_check_due = False
+        self._waiting.check()
+
+    def _lose(self, worker: WorkerId, reason: str) -> None:
+        self._line.losses.report(worker, reason)
+        mutation = self._desk.mutation
+        if mutation is not None and mutation.update is not None:
+            mutation.update.on_gone(worker, reason)
+
+    def _greet(self, components: Sequence[str]) -> None:
+        """Say hello. Nobody's answer is awaited: it comes as an announcement."""
+        for component in dict.fromkeys(components):
+            self._greeted.add(component)
+            self._num_hellos += 1
+            hello = Hello()
+            command = Command(
+                op_id=derive(self._bus.new_id(), f"hello-{self._num_hellos}"),
+                term=self.term,
+                expires_at=self._bus.clock.now() + HELLO_S,
+                body=hello,
+            )
+            publish(self._bus, subjects.command(self.namespace, component, route_of(hello)), command)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _on_bad_request(self, error: DecodeError, message: Message) -> None:
+        self.num_bad_requests += 1
+        _log.warning("refused: %s", error)
+        self._refuse(message, None, fault(FaultCode.BAD_MESSAGE, str(error)))
+
+    def _on_control(self, request: ControlRequest, message: Message) -> None:
+        op = str(request.__struct_config__.tag)
+        if message.subject != subjects.control(self.namespace, op):
+            self.num_bad_requests += 1
+            problem = fault(FaultCode.BAD_MESSAGE, f"a request of kind {op} came on {message.subject}")
+            self._refuse(message, request.op_id, problem)
+            return
+        match request:
+            case PutManifestPage():
+                self._put_page(request, message)
+            case GetFleet():
+                self._reply(message, self.view())
+            case CancelOp():
+                self._cancel(request, message)
+            case SenderSignal():
+                self._signal(request, message)
+            case WaitReady():
+                self._wait_ready(request, message)
+            case UpdateWeights():
+                self._begin_update(request, message)
+            case _:
+                self._begin_verb(request, message, op)
+
+    def _reply(self, message: Message, answer: Any) -> None:
+        if message.reply is not None:
+            publish(self._bus, message.reply, answer)
+
+    def _refuse(self, message: Message, op_id: str | None, why: Fault) -> None:
+        _log.info("request on %s refused: %s", message.subject, why.message)
+        self._reply(message, Refusal(op_id=op_id, fault=why))
+
+    def _put_page(self, request: PutManifestPage, message: Message) -> None:
+        try:
+            self._book.add(request.page)
+        except RLBusError as exc:
+            self._refuse(message, request.op_id, fault(FaultCode.BAD_MESSAGE, str(exc)))
+            return
+        self._reply(message, OpAccepted(op_id=request.op_id))
+
+    def _cancel(self, request: CancelOp, message: Message) -> None:
+        why = fault(FaultCode.CANCELLED, f"cancelled by {request.caller}")
+        running = self._desk.running(request.of_op_id)
+        if running is not None:
+            running.op.stop(why)
+        elif self._waiting.get(request.of_op_id) is not None:
+            self._waiting.refuse(request.of_op_id, why)
+        else:
+            what = "has ended" if self._desk.has_ended(request.of_op_id) else "isn't known"
+            unknown_op = fault(FaultCode.UNKNOWN_OP, f"op {request.of_op_id} {what}", op_id=request.of_op_id)
+            self._refuse(message, request.op_id, unknown_op)
+            return
+        self._reply(message, OpAccepted(op_id=request.op_id))
+
+    def _signal(self, request: SenderSignal, message: Message) -> None:
+        running = self._desk.running(request.of_op_id)
+        if running is None or running.update is None:
+            nobody = f"no update {request.of_op_id} is running here"
+            self._refuse(message, request.op_id, fault(FaultCode.UNKNOWN_OP, nobody, op_id=request.of_op_id))
+            return
+        problem = running.update.on_signal(request)
+        if problem is not None:
+            self._refuse(message, request.op_id, problem)
+            return
+        self._reply(message, OpAccepted(op_id=request.op_id))
+
+    def _wait_ready(self, request: WaitReady, message: Message) -> None:
+        waiter = self._waiting.get(request.op_id)
+        if waiter is not None:
+            waiter.op.join(message.reply)
+            return
+        problem = admission.check_deadline(request.deadline_s) or self._waiting.refusal(request)
+        if problem is not None:
+            self._refuse(message, request.op_id, problem)
+            return
+        op = Op(self._bus, self.namespace, request, "wait_ready")
+        self._waiting.add(Waiter(op, request))
+        op.join(message.reply)
+        self._waiting.check()
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def _is_handled(self, request: Any, message: Message, *, is_mutation: bool) -> bool:
+        """Whether the request was a repeat, or nothing of its kind can begin now."""
+        repeat = self._desk.repeat(request, message.reply)
+        if repeat is True:
+            return True
+        problem = repeat if isinstance(repeat, Fault) else None
+        problem = problem or admission.check_deadline(request.deadline_s)
+        problem = problem or self._desk.refusal(is_mutation=is_mutation)
+        problem = problem or admission.check_target(self.registry, request.target)
+        if problem is not None:
+            self._refuse(message, request.op_id, problem)
+        return problem is not None
+
+    def _begin_verb(self, request: VerbRequest | ReloadFleet, message: Message, name: str) -> None:
+        is_mutation = not isinstance(request, AbortFleet | GetVersions)
+        if self._is_handled(request, message, is_mutation=is_mutation):
+            return
+        members = self.registry.addressable(request.target)
+        problem = admission.check_route(members, _ROUTE[type(request)])
+        version = Version()
+        if problem is None and isinstance(request, ReloadFleet):
+            version = admission.reload_version(self.registry, request)
+            problem = admission.check_version(self.registry, members, version, allow_rollback=request.allow_rollback)
+        if problem is not None:
+            self._refuse(message, request.op_id, problem)
+            return
+        op = Op(self._bus, self.namespace, request, name)
+
+        async def work(_: Running) -> Report:
+            return await self._run_verb(op, request, members, version)
+
+        self._desk.begin(op, message.reply, work, is_mutation=is_mutation)
+
+    async def _run_verb(
+        self, op: Op, request: VerbRequest | ReloadFleet, members: Sequence[Member], version: Version
+    ) -> Report:
+        verb = FleetVerb(op, self._line, [m.worker for m in members], admission.held(members))
+        match request:
+            case PauseFleet():
+                return await verb.pause(request)
+            case ReloadFleet():
+                report, is_committed = await verb.reload(request, version)
+                if is_committed:
+                    self.registry.committed(version)
+                return report
+            case _:
+                return await verb.plain(request)
+
+    def _begin_update(self, request: UpdateWeights, message: Message) -> None:
+        if self._is_handled(request, message, is_mutation=True):
+            return
+        members = self.registry.addressable(request.target)
+        tensors = self._book.get(request.manifest_digest)
+        problem = admission.check_update(self.registry, request, members, tensors)
+        if problem is not None:
+            self._refuse(message, request.op_id, problem)
+            return
+        assert tensors is not None
+        plan = admission.plan_update(
+            self.registry,
+            request,
+            members,
+            tensors,
+            self._pages_of(request.manifest_digest, tensors),
+            self._group,
+            self.settings.group_timeout_s,
+        )
+        op = Op(self._bus, self.namespace, request, "update_weights")
+
+        async def work(running: Running) -> Report:
+            return await self._run_update(running, plan)
+
+        self._desk.begin(op, message.reply, work, is_mutation=True)
+
+    def _pages_of(self, digest: str, tensors: Sequence[TensorSpec]) -> tuple[ManifestPage, ...]:
+        if not self._pages or self._pages[0].digest != digest:
+            self._pages = pages(tensors, PAGE_BYTES)
+        return self._pages
+
+    async def _run_update(self, running: Running, plan: Plan) -> Report:
+        run = UpdateRun(running.op, self._line, plan)
+        running.update = run
+        self.registry.saw_epoch(plan.next_epoch)
+        try:
+            state = await run.run()
+        finally:
+            # Also when dropped half way: what stands then is as far as it came.
+            self._group = standing_group(run.state)
+            if has_committed(run.state):
+                self.registry.committed(plan.request.version)
+        running.op.finish()
+        return update_report(state, running.op.timings)

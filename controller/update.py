@@ -1,0 +1,309 @@
+"""Drives one update: does what the transaction decides, and tells it what happened.
+
+Invariants: one fan-out at a time, owned by this run and ended with it; events are handled in the order of arrival;
+whatever happens, the run ends within the op's deadline plus the bounds of winding down.
+"""
+
+import asyncio
+import logging
+
+from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.causes import fault
+from rlbus.controller.line import ENDING_S, Line, limits_until
+from rlbus.controller.op import PROGRESS_S, Op
+from rlbus.controller.op_ids import derive
+from rlbus.controller.transaction import decide
+from rlbus.controller.update_state import (
+    Action,
+    Ask,
+    Began,
+    Drop,
+    Event,
+    Hold,
+    Plan,
+    Sender,
+    SenderFailed,
+    SenderJoined,
+    SenderSent,
+    Stage,
+    StopAsked,
+    Tell,
+    UpdateState,
+    WorkerAccepted,
+    WorkerGone,
+    WorkersAnswered,
+    initial,
+)
+from rlbus.errors import BrokenError, PayloadTooLargeError, RLBusError
+from rlbus.schemas import (
+    Accepted,
+    Fault,
+    FaultCode,
+    JoinTask,
+    LeaveTask,
+    Outcome,
+    Progress,
+    SenderSignal,
+    SenderStep,
+    SendTask,
+    WorkerAnswer,
+    WorkerId,
+)
+
+_log = logging.getLogger("rlbus.controller")
+
+# Events that may wait: far above what one update of the largest fleet brings between two turns of the loop.
+MAX_QUEUED_EVENTS = 65_536
+# A task that the trainer shows no sign of having heard is told again after this long, in seconds.
+REPEAT_TASK_S = 2.0
+# Before a step that has to be done is tried again while we are disconnected, in seconds.
+RECONNECT_PAUSE_S = 0.5
+
+
+class UpdateRun:
+    """One update. `run` once; the other methods are called on the loop while it runs, and never wait."""
+
+    def __init__(self, op: Op, line: Line, plan: Plan) -> None:
+        self.state = initial(plan)
+        self._op = op
+        self._line = line
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        self._steps: dict[str, asyncio.Task[None]] = {}
+        self._batch: dict[str, dict[WorkerId, StepAnswer]] = {}
+        # What the trainer was last told to do, for who joins the op later and for a task that was lost.
+        self._tasks: list[JoinTask | SendTask | LeaveTask] = []
+        self._told_s = 0.0
+        # Last sign of life of the trainer since it was told something; None: none yet.
+        self._sender_heard_s: float | None = None
+        self._sent_bytes = 0
+        self._paused_since_s: float | None = None
+        self._released_s: float | None = None
+        self._num_released = 0
+        op.on_stop = self._on_stop
+
+    async def run(self) -> UpdateState:
+        """Drive the update to its end; the state then says how it ended.
+
+        Cancel: the fan-out in progress is dropped and nothing is undone; `Op.stop` is the way to take an update back.
+        """
+        self._post(Began())
+        next_tick_s = self._loop.time() + PROGRESS_S
+        try:
+            while self.state.stage is not Stage.DONE:
+                event = await self._next_event(min(next_tick_s, self._next_limit_s()))
+                if event is not None:
+                    self._handle(event)
+                self._check_limits()
+                if self._loop.time() >= next_tick_s - 1e-6:
+                    next_tick_s = self._loop.time() + PROGRESS_S
+                    self._tick()
+        finally:
+            await self._end_steps()
+            self._op.timings.paused_s = self._paused_s()
+        return self.state
+
+    def join(self, reply: str | None) -> None:
+        """Somebody asks (again) for this update: the trainer after a lost reply. It is told its task again."""
+        self._op.join(reply)
+        for task in self._tasks:
+            self._op.audience.tell(task)
+
+    def on_signal(self, signal: SenderSignal) -> Fault | None:
+        """A step of the trainer; a fault if it is about another group than this update's."""
+        group = self.state.group
+        if group is None or signal.epoch != group.plan.epoch:
+            current = None if group is None else group.plan.epoch
+            return fault(
+                FaultCode.STALE_EPOCH,
+                f"group {signal.epoch} is not that of the update, which is {current}",
+                epoch=signal.epoch,
+                current=current,
+            )
+        self._sender_heard_s = self._loop.time()
+        match signal.step:
+            case SenderStep.JOINED:
+                self._post(SenderJoined(signal.epoch))
+            case SenderStep.ALIVE:
+                self._sent_bytes = max(self._sent_bytes, signal.num_bytes)
+            case SenderStep.SENT:
+                self._post(SenderSent(signal.epoch, signal.sums, signal.num_bytes))
+            case SenderStep.FAILED:
+                why = signal.fault or fault(FaultCode.SENDER_FAILED, "the trainer gave up and didn't say why")
+                self._post(SenderFailed(signal.epoch, why))
+        return None
+
+    def on_gone(self, worker: WorkerId, reason: str) -> None:
+        """A worker died, left or restarted."""
+        if worker in self.state.seats:
+            self._post(WorkerGone(worker, fault(FaultCode.WORKER_LOST, f"the worker is gone: {reason}")))
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _on_stop(self, why: Fault) -> None:
+        self._post(StopAsked(why))
+
+    def _post(self, event: Event) -> None:
+        try:
+            self._events.put_nowait(event)
+        except asyncio.QueueFull:
+            _log.error("op %s: over %d events wait; %s is lost", self._op.op_id, MAX_QUEUED_EVENTS, event)
+
+    async def _next_event(self, until_s: float) -> Event | None:
+        try:
+            async with asyncio.timeout_at(until_s):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
+    def _handle(self, event: Event) -> None:
+        before = self.state.stage
+        self.state, actions = decide(self.state, event)
+        if self.state.phase != self._op.phase and self.state.stage is not Stage.DONE:
+            is_transfer = self.state.stage is Stage.RECEIVE
+            total = self.state.plan.total_bytes if is_transfer else len(self.state.pending)
+            self._op.enter(self.state.phase, total=total, unit="bytes" if is_transfer else "workers")
+            _log.info("op %s: %s (after %s)", self._op.op_id, self.state.phase, before.value)
+        self._watch_pauses()
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Ask():
+                self._steps[action.step] = self._loop.create_task(self._ask(action), name=f"step {action.step}")
+            case Drop():
+                self._steps[action.step].cancel()
+            case Tell():
+                self._tell(action.message)
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, ask: Ask) -> None:
+        """One step on its workers; every one of them gets an answer, whatever breaks here."""
+        told: set[WorkerId] = set()
+
+        def on_outcome(worker: WorkerId, answer: StepAnswer) -> None:
+            told.add(worker)
+            self._batch_answer(ask.step, worker, answer)
+
+        def on_answer(worker: WorkerId, answer: WorkerAnswer) -> None:
+            if isinstance(answer, Accepted):
+                self._post(WorkerAccepted(ask.step, worker))
+            elif isinstance(answer, Progress) and self.state.stage is Stage.RECEIVE:
+                self._sent_bytes = max(self._sent_bytes, answer.done)
+
+        await asyncio.sleep(ask.after_s)
+        last: StepAnswer | None = None
+        until_s = self._loop.time() + ENDING_S
+        while last is None:
+            try:
+                limits = limits_until(
+                    self._op.forward_until_s,
+                    self._loop.time(),
+                    stall_s=self.state.plan.request.stall_s,
+                    is_ending=ask.is_ending,
+                )
+                await self._line.ask(
+                    ask.body,
+                    ask.workers,
+                    op_id=derive(self._op.op_id, ask.step),
+                    limits=limits,
+                    on_answer=on_answer,
+                    on_outcome=on_outcome,
+                )
+                return
+            except BrokenError as exc:
+                if ask.is_ending and self._loop.time() < until_s:
+                    await asyncio.sleep(RECONNECT_PAUSE_S)
+                    continue
+                last = StepAnswer(Outcome.REFUSED, fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True))
+            except PayloadTooLargeError as exc:
+                last = StepAnswer(Outcome.REFUSED, fault(FaultCode.TOO_LARGE, str(exc)))
+            except RLBusError as exc:
+                last = unknown(fault(FaultCode.INTERNAL, str(exc)))
+            except Exception:  # noqa: BLE001 - a bug of ours: the log has it, and the update ends like any failed one
+                _log.exception("op %s, step %s", self._op.op_id, ask.step)
+                last = unknown(fault(FaultCode.INTERNAL, "a bug in the controller; its log has the traceback"))
+        for worker in ask.workers:
+            if worker not in told:
+                self._batch_answer(ask.step, worker, last)
+
+    def _batch_answer(self, step: str, worker: WorkerId, answer: StepAnswer) -> None:
+        """Collect what arrives in one turn of the loop, so that a large fleet costs few events."""
+        batch = self._batch.get(step)
+        if batch is None:
+            batch = self._batch[step] = {}
+            self._loop.call_soon(self._post_batch, step)
+        batch[worker] = answer
+
+    def _post_batch(self, step: str) -> None:
+        self._post(WorkersAnswered(step, self._batch.pop(step)))
+
+    async def _end_steps(self) -> None:
+        for task in self._steps.values():
+            task.cancel()
+        await asyncio.gather(*self._steps.values(), return_exceptions=True)
+
+    # -- the trainer --------------------------------------------------------------------------------------------------
+
+    def _tell(self, message: JoinTask | SendTask | LeaveTask) -> None:
+        if isinstance(message, LeaveTask):
+            self._tasks = [message]
+        else:
+            self._tasks = [t for t in self._tasks if type(t) is not type(message) and not isinstance(t, LeaveTask)]
+            self._tasks.append(message)
+        self._told_s = self._loop.time()
+        self._sender_heard_s = None
+        self._op.audience.tell(message)
+
+    def _sender_limit_s(self) -> float | None:
+        """Until when the trainer has to show a sign of life, in loop time; None: nothing is expected of it."""
+        since_s = self._told_s if self._sender_heard_s is None else self._sender_heard_s
+        if self.state.sender is Sender.JOINING:
+            return since_s + self.state.plan.group_timeout_s
+        return since_s + self.state.plan.request.stall_s if self.state.sender is Sender.SENDING else None
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _next_limit_s(self) -> float:
+        limit_s = self._sender_limit_s()
+        deadline_s = self._op.forward_until_s if self._op.stop_fault is None else float("inf")
+        return deadline_s if limit_s is None else min(deadline_s, limit_s)
+
+    def _check_limits(self) -> None:
+        now_s = self._loop.time()
+        if now_s >= self._op.forward_until_s and self._op.stop_fault is None:
+            given_s = self._op.request.deadline_s
+            why = f"not done within {given_s:g} s; it was in phase {self.state.phase}"
+            self._op.stop(fault(FaultCode.DEADLINE, why, limit_s=f"{given_s:g}", phase=self.state.phase))
+        limit_s = self._sender_limit_s()
+        if limit_s is not None and now_s >= limit_s - 1e-6:
+            silent_s = now_s - (self._told_s if self._sender_heard_s is None else self._sender_heard_s)
+            why = f"the trainer was silent for {silent_s:.0f} s while {self.state.sender.value}"
+            self._handle(SenderFailed(None, fault(FaultCode.SENDER_FAILED, why)))
+
+    def _tick(self) -> None:
+        if self.state.stage is Stage.RECEIVE:
+            self._op.count(self._sent_bytes)
+        else:
+            self._op.count(len(self.state.seats) - len(self.state.pending))
+        self._op.tick()
+        is_expected = self.state.sender in (Sender.JOINING, Sender.SENDING)
+        if is_expected and self._sender_heard_s is None and self._loop.time() - self._told_s >= REPEAT_TASK_S:
+            self._op.audience.tell(self._tasks[-1])
+
+    def _watch_pauses(self) -> None:
+        """Note when engines began to stand still for this update, and when the last was let go."""
+        holds = [seat.hold for seat in self.state.seats.values()]
+        if self._paused_since_s is None and Hold.ASKED in holds:
+            self._paused_since_s = self._loop.time()
+        num_released = holds.count(Hold.RELEASED)
+        if num_released > self._num_released:
+            self._num_released, self._released_s = num_released, self._loop.time()
+
+    def _paused_s(self) -> float:
+        if self._paused_since_s is None:
+            return 0.0
+        until_s = self._loop.time() if self._released_s is None else self._released_s
+        return until_s - self._paused_since_s

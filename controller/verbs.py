@@ -1,0 +1,292 @@
+"""Fleet verbs: one op on many workers, with a report that has one outcome for each.
+
+A pause that half succeeds is undone on those that were paused by it and those that may have been; a reload is pause ->
+load -> flush -> resume with the rules of an update: who is at the new version runs, who is untouched goes back to what
+was (unless others are at the new version already), who is torn stays paused.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.causes import fault, named
+from rlbus.controller.line import ENDING_S, Line, limits_until
+from rlbus.controller.op import PROGRESS_S, Op
+from rlbus.controller.op_ids import PAUSE_STEP, derive
+from rlbus.controller.report import verb_report
+from rlbus.errors import BrokenError, RLBusError
+from rlbus.schemas import (
+    AbortFleet,
+    AbortRequest,
+    CommandBody,
+    Fault,
+    FaultCode,
+    FlushCache,
+    FlushFleet,
+    GetVersion,
+    GetVersions,
+    LoadWeights,
+    Outcome,
+    PauseFleet,
+    PauseGeneration,
+    ReloadFleet,
+    Report,
+    ResumeFleet,
+    ResumeGeneration,
+    Version,
+    WeightsData,
+    WeightsState,
+    WorkerId,
+    WorkerOutcome,
+)
+
+_log = logging.getLogger("rlbus.controller")
+
+# No progress for this long ends a step on a worker. Source: the default of UpdateWeights.stall_s.
+STALL_S = 30.0
+# How often and after how many seconds a worker that is busy ending a pause is asked again to resume: 60 s in all.
+MAX_FREE_TRIES = 120
+FREE_RETRY_S = 0.5
+
+PlainVerb = ResumeFleet | FlushFleet | AbortFleet | GetVersions
+Answers = Mapping[WorkerId, StepAnswer]
+
+
+@dataclass(slots=True)
+class Book:
+    """What a verb knows of each worker so far; the first thing that goes wrong on one stays."""
+
+    outcomes: dict[str, WorkerOutcome]
+    causes: list[Fault] = field(default_factory=list)
+
+    def note(self, phase: str, answers: Answers) -> None:
+        """Take down the answers to one phase: a good one replaces what was good before."""
+        for worker, answer in answers.items():
+            if not answer.is_ok:
+                assert answer.fault is not None
+                self.causes.append(named(answer.fault, worker))
+            if self.outcomes[worker].outcome in (Outcome.OK, Outcome.SKIPPED):
+                self.outcomes[worker] = WorkerOutcome(
+                    worker=worker,
+                    outcome=answer.outcome,
+                    phase=phase,
+                    fault=answer.fault,
+                    data=answer.data,
+                    took_s=answer.took_s,
+                )
+
+    def undone(self, workers: Collection[WorkerId], phase: str) -> None:
+        """These were taken back, because of others."""
+        for worker in workers:
+            if self.outcomes[worker].outcome is Outcome.OK:
+                self.outcomes[worker] = WorkerOutcome(worker=worker, outcome=Outcome.UNDONE, phase=phase)
+
+
+def new_book(workers: Sequence[WorkerId]) -> Book:
+    """Nobody was asked anything yet."""
+    return Book({w: WorkerOutcome(worker=w, outcome=Outcome.SKIPPED, phase="plan") for w in workers})
+
+
+def to_undo(answers: Answers, held: Collection[WorkerId]) -> tuple[WorkerId, ...]:
+    """Whom a half succeeded pause has to let go: who acked and who may be paused, but not whom somebody else held."""
+    done = (Outcome.OK, Outcome.UNKNOWN)
+    return tuple(w for w, answer in answers.items() if answer.outcome in done and w not in held)
+
+
+class FleetVerb:
+    """One verb on `workers`. `held` are those that were paused by somebody else before it began."""
+
+    def __init__(self, op: Op, line: Line, workers: Sequence[WorkerId], held: Collection[WorkerId] = ()) -> None:
+        self._op = op
+        self._line = line
+        self._workers = tuple(workers)
+        self._held = frozenset(held)
+        self._book = new_book(self._workers)
+        self._loop = asyncio.get_running_loop()
+
+    async def plain(self, request: PlainVerb) -> Report:
+        """One command to everybody, and what they say. Cancel: workers go on with what they were sent."""
+        match request:
+            case ResumeFleet():
+                body: CommandBody = ResumeGeneration(force=request.force)
+            case FlushFleet():
+                body = FlushCache()
+            case AbortFleet():
+                body = AbortRequest(request_ids=request.request_ids)
+            case GetVersions():
+                body = GetVersion()
+        self._book.note(self._op.name, await self._ask(self._op.name, self._op.name, body, self._workers))
+        return self._report()
+
+    async def pause(self, request: PauseFleet) -> Report:
+        """Pause everybody, or nobody. Cancel: as `plain`; `Op.stop` is the way to take it back."""
+        body = PauseGeneration(mode=request.mode, clear_cache=request.clear_cache, owner=request.caller)
+        began_s = self._loop.time()
+        await self._pause_all(body, self._workers)
+        if self._is_over():
+            self._op.timings.paused_s = self._loop.time() - began_s
+        return self._report()
+
+    async def reload(self, request: ReloadFleet, version: Version) -> tuple[Report, bool]:
+        """Load a folder everywhere; the report, and whether anybody is at `version` now.
+
+        Once loading has begun it isn't taken back: there is no half loaded model to go back from. Cancel: as `plain`.
+        """
+        began_s = self._loop.time()
+        running = tuple(w for w in self._workers if w not in self._held)
+        await self._pause_all(PauseGeneration(mode=request.pause_mode, clear_cache=False), running)
+        if self._is_over():
+            self._op.timings.paused_s = self._loop.time() - began_s
+            return self._report(version=version), False
+        body = LoadWeights(path=request.path, version=version, allow_rollback=request.allow_rollback)
+        answers = await self._ask("load", "load", body, self._workers, is_final=True)
+        self._book.note("load", answers)
+        loaded = [w for w, answer in answers.items() if answer.is_ok]
+        untouched, late = await self._settle([w for w in self._workers if w not in loaded], version)
+        at_version = [*loaded, *late]
+        flushed = await self._flush(at_version)
+        # Two versions side by side serve nobody: who stayed at the old one goes on only if everybody did.
+        free = [w for w in (flushed if at_version else untouched) if w not in self._held]
+        freed = await self._resume("resume" if at_version else "undo", free)
+        if at_version:
+            self._book.note("resume", freed)
+        else:
+            self._note_undo(freed)
+        self._op.timings.paused_s = self._loop.time() - began_s
+        return self._report(version=version), bool(at_version)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    async def _pause_all(self, body: PauseGeneration, workers: Sequence[WorkerId]) -> None:
+        """Pause `workers`; when one of them isn't, let those go that are."""
+        answers = await self._ask("pause", PAUSE_STEP, body, workers)
+        self._book.note("pause", answers)
+        if all(answer.is_ok for answer in answers.values()) and not self._op.stopped.is_set():
+            return
+        if self._op.stop_fault is not None:
+            self._book.causes.append(self._op.stop_fault)
+        undo = to_undo(answers, self._held)
+        self._book.undone([w for w in workers if answers[w].is_ok], "pause")
+        self._note_undo(await self._resume("undo", undo))
+        if not self._book.causes:
+            self._book.causes.append(fault(FaultCode.INTERNAL, "the pause was taken back without a cause"))
+
+    def _note_undo(self, answers: Answers) -> None:
+        """A worker that can't be let go stays paused, which is worse than whatever was the matter with it before."""
+        for worker, answer in answers.items():
+            if answer.is_ok:
+                continue
+            assert answer.fault is not None
+            self._book.causes.append(named(answer.fault, worker))
+            before = self._book.outcomes[worker]
+            if before.outcome is Outcome.UNDONE:
+                self._book.outcomes[worker] = WorkerOutcome(
+                    worker=worker, outcome=answer.outcome, phase="undo", fault=answer.fault
+                )
+
+    async def _settle(self, workers: Sequence[WorkerId], version: Version) -> tuple[list[WorkerId], list[WorkerId]]:
+        """Ask those whose load wasn't ok what their weights are: (untouched, at the new version after all)."""
+        answers = await self._ask("undo", "settle", GetVersion(), workers, is_final=True)
+        untouched: list[WorkerId] = []
+        late: list[WorkerId] = []
+        for worker, answer in answers.items():
+            if not isinstance(answer.data, WeightsData) or answer.data.weights.state is not WeightsState.CLEAN:
+                continue
+            if answer.data.weights.version == version and self._book.outcomes[worker].outcome is Outcome.UNKNOWN:
+                self._book.outcomes[worker] = WorkerOutcome(
+                    worker=worker, outcome=Outcome.OK, phase="load", data=answer.data
+                )
+                late.append(worker)
+            else:
+                untouched.append(worker)
+        return untouched, late
+
+    async def _flush(self, workers: Sequence[WorkerId]) -> list[WorkerId]:
+        """Empty the caches of the old weights; a worker where that fails must not generate."""
+        answers = await self._ask("flush", "flush", FlushCache(), workers, is_final=True)
+        self._book.note("flush", {w: a for w, a in answers.items() if not a.is_ok})
+        return [w for w, answer in answers.items() if answer.is_ok]
+
+    async def _resume(self, phase: str, workers: Sequence[WorkerId]) -> dict[WorkerId, StepAnswer]:
+        """Let them generate; one that is busy ending what it was told to abandon is asked again."""
+        answers: dict[WorkerId, StepAnswer] = {}
+        left: Sequence[WorkerId] = workers
+        for number in range(MAX_FREE_TRIES):
+            step = phase if number == 0 else f"{phase}-{number + 1}"
+            answers.update(await self._ask(phase, step, ResumeGeneration(), left, is_final=True))
+            left = [w for w in left if answers[w].is_busy]
+            if not left:
+                break
+            await asyncio.sleep(FREE_RETRY_S)
+        return answers
+
+    async def _ask(
+        self, phase: str, step: str, body: CommandBody, workers: Sequence[WorkerId], *, is_final: bool = False
+    ) -> dict[WorkerId, StepAnswer]:
+        """One step. `is_final`: it is neither stopped nor bound by what is left of the deadline."""
+        if not workers:
+            return {}
+        self._op.enter(phase, total=len(workers))
+        answers: dict[WorkerId, StepAnswer] = {}
+
+        def on_outcome(worker: WorkerId, answer: StepAnswer) -> None:
+            answers[worker] = answer
+            self._op.count(len(answers))
+
+        asking = self._loop.create_task(self._fan_out(step, body, workers, is_final, on_outcome))
+        stopping = self._loop.create_task(self._op.stopped.wait())
+        waited = {asking} if is_final else {asking, stopping}
+        try:
+            while not asking.done() and (is_final or not stopping.done()):
+                await asyncio.wait(waited, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+                self._op.tick()
+        finally:
+            for task in (asking, stopping):
+                task.cancel()
+            ended = await asyncio.gather(asking, stopping, return_exceptions=True)
+        why = ended[0] if isinstance(ended[0], StepAnswer) else self._why_missing(ended[0])
+        return {w: answers.get(w, why) for w in workers}
+
+    def _why_missing(self, ended: object) -> StepAnswer:
+        """The answer of workers that the fan-out has none of."""
+        if self._op.stop_fault is not None:
+            return unknown(self._op.stop_fault)
+        if isinstance(ended, Exception):
+            _log.error("op %s: %s", self._op.op_id, ended, exc_info=ended)
+        return unknown(fault(FaultCode.INTERNAL, "a bug in the controller; its log has the traceback"))
+
+    async def _fan_out(
+        self, step: str, body: CommandBody, workers: Sequence[WorkerId], is_final: bool, on_outcome: object
+    ) -> StepAnswer | None:
+        """The answer of whoever has none, None if all have one."""
+        until_s = self._loop.time() + ENDING_S
+        while True:
+            limits = limits_until(self._op.forward_until_s, self._loop.time(), stall_s=STALL_S, is_ending=is_final)
+            try:
+                await self._line.ask(
+                    body,
+                    workers,
+                    op_id=derive(self._op.op_id, step),
+                    limits=limits,
+                    on_outcome=on_outcome,  # type: ignore[arg-type]
+                )
+                return None
+            except BrokenError as exc:
+                if not is_final or self._loop.time() >= until_s:
+                    why = fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True)
+                    return StepAnswer(Outcome.REFUSED, why)
+                await asyncio.sleep(FREE_RETRY_S)
+            except RLBusError as exc:
+                return unknown(fault(FaultCode.INTERNAL, str(exc)))
+
+    def _is_over(self) -> bool:
+        """Whether something went wrong already, so that nothing further is begun."""
+        return bool(self._book.causes)
+
+    def _report(self, version: Version | None = None) -> Report:
+        self._op.finish()
+        return verb_report(
+            self._op.op_id, self._op.name, self._book.outcomes, self._op.timings, self._book.causes, version=version
+        )

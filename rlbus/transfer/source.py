@@ -1,0 +1,140 @@
+"""What a trainer hands over, as a source of named tensors that can be read as often as needed."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlbus.errors import ConfigError
+from rlbus.schemas import TensorSpec
+from rlbus.transfer.flat import dtype_name
+from rlbus.transfer.manifest import DTYPE_BYTES
+from rlbus.transfer.plane import WeightSource
+
+
+def weight_source(weights: Any, *, keep_tied: bool = False) -> WeightSource:
+    """Make a source of a module, a state dict, or a re-iterable of (name, tensor); a WeightSource passes unchanged.
+
+    Module: its `state_dict()`, read anew each time, so parameters and persistent buffers. Tied weights of a module or
+    state dict (two names for the very same memory, shape and strides) are sent once, under the first name, as
+    checkpoints have them, unless `keep_tied`. DTensors (FSDP2, tensor parallel) are announced with their full shape,
+    and gathered one at a time as they are read: that is a collective, so every rank has to read the source, in the
+    same order, and holds one full tensor meanwhile.
+
+    Args:
+        weights: a re-iterable starts anew whenever it is iterated (a list, or an object with `__iter__`); a generator
+            can be read once only and is refused. Announcing it reads it once.
+
+    Raises:
+        ConfigError: none of these, or a value in it isn't a tensor with plain memory; names it.
+    """
+    if isinstance(weights, torch.nn.Module):
+        return _ModuleSource(weights, keep_tied)
+    if isinstance(weights, Mapping):
+        return _MappingSource(weights, keep_tied)
+    if isinstance(weights, WeightSource):
+        return weights
+    if not isinstance(weights, Iterable):
+        raise ConfigError("weights", type(weights).__name__, "give a module, a state dict, or (name, tensor) pairs")
+    if isinstance(weights, Iterator):
+        text = "can be read once only; give a list, or an object whose __iter__ starts anew"
+        raise ConfigError("weights", type(weights).__name__, text)
+    return _PairsSource(weights)
+
+
+class _MappingSource:
+    """A state dict. The mapping is read anew each time, so replaced values are seen."""
+
+    def __init__(self, weights: Mapping[str, Any], keep_tied: bool) -> None:
+        self._weights = weights
+        self._keep_tied = keep_tied
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Names, dtypes and full shapes; nothing is gathered."""
+        return tuple(_spec(name, tensor) for name, tensor in self._tensors())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor)."""
+        for name, tensor in self._tensors():
+            yield name, _whole(tensor)
+
+    def _named(self) -> Mapping[str, Any]:
+        return self._weights
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        seen: set[tuple[object, ...]] = set()
+        for name, value in self._named().items():
+            tensor = _checked(name, value)
+            memory = _memory(tensor)
+            if memory in seen and not self._keep_tied:
+                continue
+            if memory is not None:
+                seen.add(memory)
+            yield name, tensor
+
+
+class _ModuleSource(_MappingSource):
+    """A module's parameters and persistent buffers, as `state_dict()` names them."""
+
+    def __init__(self, module: torch.nn.Module, keep_tied: bool) -> None:
+        super().__init__({}, keep_tied)
+        self._module = module
+
+    def _named(self) -> Mapping[str, Any]:
+        return self._module.state_dict()
+
+
+class _PairsSource:
+    """A re-iterable of (name, tensor), taken as it is."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        self._pairs = pairs
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Names, dtypes and full shapes, by reading all pairs once."""
+        return tuple(_spec(name, _checked(name, tensor)) for name, tensor in self._pairs)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor)."""
+        for name, value in self._pairs:
+            yield name, _whole(_checked(name, value))
+
+
+def _checked(name: Any, value: Any) -> Tensor:
+    if not isinstance(name, str):
+        raise ConfigError("weights", repr(name)[:80], "names of tensors are text")
+    if not isinstance(value, Tensor):
+        raise ConfigError("weights", name, f"is a {type(value).__name__}, not a tensor")
+    if value.layout is not torch.strided:
+        raise ConfigError("weights", name, f"has layout {value.layout}; only strided tensors can be sent")
+    if value.is_meta:
+        raise ConfigError("weights", name, "is on the meta device and has no values")
+    if dtype_name(value.dtype) not in DTYPE_BYTES:
+        raise ConfigError("weights", name, f"has dtype {dtype_name(value.dtype)}, which can't be sent")
+    return value
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Its module takes a second to import, and without it there can't be one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...] | None:
+    """What tells that two tensors are one: None for those without memory of their own (empty ones)."""
+    local: Tensor = tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    if local.numel() == 0:
+        return None
+    # dtype and conjugation count: a view as another dtype has other bytes or another meaning.
+    return (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype, local.device, local.is_conj())

@@ -1,0 +1,206 @@
+"""The trainer's data plane over torch process groups: an asyncio face in front of blocking work in threads.
+
+Every join and send runs in a daemon thread of its own. `leave` breaks the group, which releases that thread, and
+abandons it if it isn't back in time. A watchdog on the loop breaks a group whose collective ignores its time-out.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed
+from torch.distributed import TCPStore
+
+from rlbus.errors import ClosedError, ConfigError, TransferError
+from rlbus.schemas import GroupPlan, Rendezvous, TensorSpec, Version
+from rlbus.transfer.bounded import GiveUp, run_in_thread
+from rlbus.transfer.group import Group, open_group, prove
+from rlbus.transfer.meeting import host_store
+from rlbus.transfer.plane import ProgressFn, Sent, WeightSource
+from rlbus.transfer.sender import send
+
+_log = logging.getLogger("rlbus.transfer")
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+# How long a thread whose group was broken may take to come back, before it is left behind.
+RELEASE_S = 5.0
+# What a collective may take beyond its own time-out, before the watchdog breaks the group.
+WATCHDOG_GRACE_S = 2.0
+_WATCH_S = 0.5
+
+
+class TorchPlane:
+    """A SenderPlane over Gloo or NCCL, for a trainer with one rank in the group.
+
+    A trainer of several ranks (FSDP) makes a plane on its rank 0 only; the others take part by reading the source,
+    which gathers, and aren't in the group.
+
+    Args:
+        backend: "gloo", "nccl", or "auto": nccl if there is a CUDA device and this torch has it, else gloo.
+        host: the address at which workers reach this machine (a name, IPv4 or IPv6); None is 127.0.0.1, which only
+            workers on this machine can use.
+        device: where buckets lie; None is the current CUDA device for nccl. Gloo always uses the CPU.
+    """
+
+    def __init__(
+        self, backend: str = "auto", *, host: str | None = None, device: torch.device | str | None = None
+    ) -> None:
+        has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+        self._backend = ("nccl" if has_nccl else "gloo") if backend == "auto" else backend
+        if self._backend not in ("gloo", "nccl"):
+            raise ConfigError("backend", backend, 'use "gloo", "nccl" or "auto"')
+        if self._backend == "nccl" and not has_nccl:
+            raise ConfigError("backend", backend, "there is no CUDA device, or this torch has no NCCL; use gloo")
+        self._device = torch.device(("cuda" if self._backend == "nccl" else "cpu") if device is None else device)
+        self._host = LOOPBACK if host is None else host
+        self._sender_id = secrets.token_hex(16)
+        self._store: TCPStore | None = None
+        self._group: Group | None = None
+        self._give_up = GiveUp()
+        # Ends when the thread of the join or send that runs does. None: nothing runs.
+        self._work: asyncio.Task[object] | None = None
+        self._is_closed = False
+
+    @property
+    def backend(self) -> str:
+        """ "gloo" or "nccl"."""
+        return self._backend
+
+    @property
+    def sender_id(self) -> str:
+        """A random token, this plane's for its life."""
+        return self._sender_id
+
+    @property
+    def num_ranks(self) -> int:
+        """One: rank 0, which sends."""
+        return 1
+
+    async def rendezvous(self) -> Rendezvous:
+        """Where members meet; bound at the first call and kept open until `aclose`.
+
+        Raises: ConfigError: `host` is a wildcard. TransferError: it can't be bound. ClosedError: after aclose.
+        Cancel: not bound, or bound and kept.
+        """
+        self._check_open()
+        if self._store is None:
+            store = await run_in_thread(lambda: host_store(self._host), name="rlbus rendezvous")
+            self._store = store if self._store is None else self._store
+        return Rendezvous(host=self._host.strip("[]"), port=self._store.port, prefix=f"rlbus/{self._sender_id}")
+
+    async def join(self, plan: GroupPlan) -> None:
+        """Join as rank 0 and prove the group. See SenderPlane.join.
+
+        Cancel: no group; the thread is released, or left behind after RELEASE_S.
+        """
+        self._check_open()
+        await self.leave("another group is joined")
+        if plan.backend != self._backend:
+            raise ConfigError("backend", plan.backend, f"this trainer's data plane is {self._backend}")
+        give_up = self._give_up = GiveUp()
+
+        def work() -> None:
+            group = open_group(plan, 0, self._device, give_up=give_up)
+            # Known before the proof, which can block: `leave` has to be able to break it.
+            self._group = group
+            try:
+                give_up.check(f"join group {plan.epoch}")
+                prove(group)
+            except BaseException:
+                group.abort("the join failed")
+                raise
+
+        try:
+            await self._run(work, f"join group {plan.epoch}")
+        except BaseException as exc:
+            self._drop(f"the join failed: {exc}")
+            raise
+
+    async def send(
+        self,
+        source: WeightSource,
+        specs: Sequence[TensorSpec],
+        *,
+        bucket_bytes: int,
+        version: Version,
+        stream_id: str,
+        on_progress: ProgressFn,
+    ) -> Sent:
+        """Send everything over the group. See SenderPlane.send; `version` doesn't travel in the data.
+
+        Cancel: the group is broken and the thread released, or left behind after RELEASE_S.
+        """
+        self._check_open()
+        group = self._group
+        if group is None:
+            raise TransferError("send", "no group was joined")
+        watchdog = asyncio.create_task(_watch(group))
+        try:
+            return await self._run(
+                lambda: send(group, source, specs, bucket_bytes, on_progress, stream_id=stream_id), "send"
+            )
+        except asyncio.CancelledError:
+            self._drop("the send was cancelled")
+            raise
+        finally:
+            watchdog.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watchdog
+
+    async def leave(self, reason: str) -> None:
+        """Drop the group. A join or send that runs is released and awaited for at most RELEASE_S.
+
+        Cancel: the group is broken, its thread may still run.
+        """
+        work = self._work
+        self._drop(reason)
+        if work is not None and work is not asyncio.current_task():
+            _, pending = await asyncio.wait({work}, timeout=RELEASE_S)
+            if pending:
+                _log.error("a thread of the data plane is left behind, stuck in the group: %s", reason)
+
+    async def aclose(self) -> None:
+        """Leave, and close the rendezvous. Idempotent. Cancel: as leave."""
+        self._is_closed = True
+        await self.leave("closed")
+        self._store = None
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the data plane")
+
+    def _drop(self, reason: str) -> None:
+        self._give_up.set(reason)
+        group, self._group = self._group, None
+        if group is not None:
+            if self._work is not None:
+                group.abort(reason)
+            group.close()
+
+    async def _run(self, work: Callable[[], T], name: str) -> T:
+        """Run blocking work, one at a time, in a thread whose end `leave` can await."""
+        if self._work is not None and not self._work.done():
+            raise TransferError(name, "this data plane is still busy with a join or send")
+        task: asyncio.Task[T] = asyncio.ensure_future(run_in_thread(work, name=f"rlbus {name}"))
+        self._work = task  # type: ignore[assignment]
+        task.add_done_callback(self._ended)
+        # Shielded, so that `leave` can await the thread also after its caller was cancelled.
+        return await asyncio.shield(task)
+
+    def _ended(self, task: "asyncio.Task[T]") -> None:
+        if self._work is task:
+            self._work = None
+        if not task.cancelled():
+            task.exception()  # seen here if the caller was cancelled
+
+
+async def _watch(group: Group) -> None:
+    """Break the group when one collective takes longer than it may. Torch's own time-out normally comes first."""
+    while group.busy_s() < group.timeout_s + WATCHDOG_GRACE_S:
+        await asyncio.sleep(_WATCH_S)
+    group.abort("the watchdog: a collective ignored its time-out")

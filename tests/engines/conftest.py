@@ -1,0 +1,45 @@
+"""Finds the engines that the contract suite runs on: every `cases_<name>.py` beside this file with a constant `CASE`.
+
+One engine is started per case and session, when its first test needs it.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlbus.workers.engines.contract import CaseRunner, EngineCase
+
+
+def _case(path: Path) -> EngineCase:
+    spec = importlib.util.spec_from_file_location(f"rlbus_engine_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    case = module.CASE
+    assert isinstance(case, EngineCase)
+    return case
+
+
+def _params() -> list[object]:
+    params: list[object] = []
+    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
+        case = _case(path)
+        missing = [name for name in case.requires if importlib.util.find_spec(name) is None]
+        skip = [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
+        params.append(pytest.param(case, id=case.name, marks=skip))
+    return params
+
+
+@pytest.fixture(scope="session", params=_params())
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
+    """The opened engine of one case."""
+    case: EngineCase = request.param
+    runner = CaseRunner(case, tmp_path_factory.mktemp(case.name))
+    try:
+        runner.start()
+        yield runner
+    finally:
+        runner.close()

@@ -1,0 +1,327 @@
+"""The `rlbus` command on a real server, with a real controller and fake workers as processes."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlbus.cli.app import app
+from rlbus.server import EmbeddedServer
+from rlbus.sync import LoopThread
+
+pytestmark = pytest.mark.integration
+
+NAMESPACE = "cli"
+# What any command that ends with an error may take here, in seconds.
+BOUND_S = 12.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    took_s: float
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout; nothing may stand beside it."""
+        assert self.stdout.count("\n") == 1
+        return json.loads(self.stdout)
+
+
+def rlbus(*argv: str, url: str | None = None, namespace: str = NAMESPACE) -> Done:
+    """Run a command in this process, with the bus in the environment as a user would have it."""
+    env = {name: None for name in os.environ if name.startswith("RLBUS_")}
+    env |= {"RLBUS_NAMESPACE": namespace} | ({} if url is None else {"RLBUS_URL": url})
+    started = time.monotonic()
+    result = CliRunner().invoke(app, list(argv), env=env)
+    return Done(result.exit_code, result.stdout, result.stderr, time.monotonic() - started)
+
+
+class Process:
+    """A long-running command with `--json`: its first line is its document."""
+
+    def __init__(self, *argv: str, url: str | None = None) -> None:
+        env = {name: text for name, text in os.environ.items() if not name.startswith("RLBUS_")}
+        env |= {"RLBUS_NAMESPACE": NAMESPACE} | ({} if url is None else {"RLBUS_URL": url})
+        command = [sys.executable, "-m", "rlbus", *argv]
+        self.popen = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def document(self) -> Any:
+        """The document; waits for it."""
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        assert line, self.popen.communicate()[1]
+        return json.loads(line)
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        """Send a signal; the exit code, and what was on stderr."""
+        self.popen.send_signal(signal.SIGCONT)
+        self.popen.send_signal(number)
+        _, stderr = self.popen.communicate(timeout=20.0)
+        return self.popen.returncode, stderr
+
+    def kill(self) -> None:
+        """End it in any case."""
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.communicate(timeout=20.0)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A real server on loopback."""
+    loop = LoopThread("test-server")
+    server = EmbeddedServer()
+    loop.call(server.__aenter__())
+    yield server.url
+    loop.call(server.__aexit__(None, None, None))
+    loop.stop()
+
+
+@pytest.fixture(scope="module")
+def controller(url: str) -> Iterator[Process]:
+    """A real controller."""
+    process = Process("controller", "--json", url=url)
+    assert process.document()["namespace"] == NAMESPACE
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def fleet(url: str, controller: Process) -> Iterator[dict[str, Process]]:
+    """Two fake workers of one component and one of another, by worker id."""
+    processes = [
+        Process("worker", "fake", "--json", "--component", component, "--instance-id", instance_id, url=url)
+        for component, instance_id in (
+            ("decode", "18446744073709551615"),
+            ("decode", "9007199254740993"),
+            ("prefill", "7"),
+        )
+    ]
+    workers = {process.document()["worker"]: process for process in processes}
+    deadline = time.monotonic() + 20.0
+    while len(rlbus("workers", "--json", url=url).document["workers"]) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    yield workers
+    for process in processes:
+        process.kill()
+
+
+def free_port() -> int:
+    """A port where nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def assert_one_clear_line(done: Done, *parts: str) -> None:
+    """One line on stderr with these parts, no traceback, nothing on stdout, within the bound."""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("rlbus: ")
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+    assert done.stdout == ""
+    assert done.took_s < BOUND_S
+
+
+def test_no_url_is_wrong_usage_and_says_what_to_set() -> None:
+    """2, and the variable's name."""
+    done = rlbus("status")
+    assert done.code == 2
+    assert_one_clear_line(done, "RLBUS_URL", "rlbus up")
+
+
+@pytest.mark.parametrize("command", [["status"], ["pause"], ["controller"], ["worker", "fake"]])
+def test_no_server_is_nothing_there(command: Sequence[str]) -> None:
+    """4 within the bound, naming the address, for every kind of command."""
+    port = free_port()
+    done = rlbus(*command, url=f"nats://127.0.0.1:{port}")
+    assert done.code == 4
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.took_s < BOUND_S
+
+
+def test_wrong_credentials_are_nothing_there_and_never_shown(url: str) -> None:
+    """4 with the server's answer in words; the token that was tried isn't in it."""
+    done = rlbus("status", url=f"nats://wrong-secret@{url.rpartition('@')[2]}")
+    assert done.code == 4
+    assert_one_clear_line(done, "127.0.0.1")
+    assert "wrong-secret" not in done.stderr
+
+
+def test_no_controller_is_nothing_there_at_once(url: str) -> None:
+    """4 in the time of a connection, with what to start."""
+    done = rlbus("pause", url=url, namespace="nobody")
+    assert done.code == 4
+    assert_one_clear_line(done, "namespace nobody", "rlbus controller", "rlbus up")
+    assert done.took_s < 5.0
+
+
+def test_an_error_with_json_is_one_document(url: str) -> None:
+    """The same error, for a script."""
+    done = rlbus("versions", "--json", url=url, namespace="nobody")
+    assert done.code == 4
+    assert done.document["exit_code"] == 4
+    assert done.document["error"]["code"] == "BrokenError"
+    assert "no controller answers" in done.document["error"]["message"]
+
+
+def test_no_worker_is_nothing_there_and_says_how_to_start_one(url: str) -> None:
+    """A controller without workers: status shows it and ends with 4, and so does a verb."""
+    lonely = Process("controller", "--json", "--namespace", "lonely", url=url)
+    try:
+        assert lonely.document()["namespace"] == "lonely"
+        status = rlbus("status", url=url, namespace="lonely")
+        assert status.code == 4
+        assert "start one with `rlbus worker fake`" in status.stdout
+        assert rlbus("status", "--json", url=url, namespace="lonely").document["members"] == []
+        pause = rlbus("pause", "--json", url=url, namespace="lonely")
+        assert pause.code == 4
+        assert pause.document["error"]["code"] == "no_worker"
+    finally:
+        code, stderr = lonely.end(signal.SIGTERM)
+    assert (code, "Traceback" in stderr) == (0, False)
+
+
+def test_workers_and_status_list_the_fleet(url: str, fleet: dict[str, Process]) -> None:
+    """Ids are whole in text and strings in JSON; the documents have their documented fields."""
+    text = rlbus("workers", url=url)
+    assert text.code == 0
+    for worker in fleet:
+        assert f"{worker} " in text.stdout
+    document = rlbus("workers", "--json", url=url).document
+    assert {w["worker"] for w in document["workers"]} == set(fleet)
+    assert {w["descriptor"]["instance_id"] for w in document["workers"]} == {w.split("/")[1] for w in fleet}
+    status = rlbus("status", "--json", url=url)
+    assert status.code == 0
+    assert {"namespace", "term", "version", "epoch", "op_id", "members"} <= set(status.document)
+
+
+def test_pause_shows_by_whom_and_resume_ends_it(url: str, fleet: dict[str, Process]) -> None:
+    """One component is paused and no other; status says so loudly; after resume nobody is."""
+    pause = rlbus("pause", "--component", "decode", "--json", url=url)
+    assert pause.code == 0
+    assert pause.document["status"] == "ok"
+    assert sorted(o["worker"] for o in pause.document["outcomes"]) == sorted(w for w in fleet if "decode" in w)
+    status = rlbus("status", url=url)
+    loud = [line for line in status.stdout.splitlines() if line.startswith("!! ")]
+    assert sorted(line.split()[1] for line in loud) == sorted(w for w in fleet if "decode" in w)
+    assert all(" is PAUSED by " in line for line in loud)
+    resume = rlbus("resume", url=url)
+    assert resume.code == 0
+    assert "resume: ok, 3 of 3 workers" in resume.stdout
+    assert "!!" not in rlbus("status", url=url).stdout
+
+
+@pytest.mark.parametrize("verb", [["flush"], ["abort"], ["abort", "--request", "nobody"], ["versions"]])
+def test_the_other_verbs_report_one_outcome_per_worker(
+    url: str, fleet: dict[str, Process], verb: Sequence[str]
+) -> None:
+    """0, and a report with every worker in it."""
+    done = rlbus(*verb, "--json", url=url)
+    assert done.code == 0
+    assert {o["worker"]: o["outcome"] for o in done.document["outcomes"]} == dict.fromkeys(fleet, "ok")
+
+
+def test_one_worker_can_be_addressed(url: str, fleet: dict[str, Process]) -> None:
+    """`--worker` takes what `rlbus workers` shows."""
+    done = rlbus("flush", "--worker", "prefill/7", "--json", url=url)
+    assert done.code == 0
+    assert [o["worker"] for o in done.document["outcomes"]] == ["prefill/7"]
+
+
+def test_bad_targets_are_wrong_usage_or_nothing_there(url: str, fleet: dict[str, Process]) -> None:
+    """What can't be a name is 2; a name that nobody has is 4 and is repeated."""
+    assert rlbus("flush", "--worker", "prefill", url=url).code == 2
+    assert rlbus("flush", "--component", "a b", url=url).code == 2
+    assert rlbus("flush", "--component", "decode", "--worker", "prefill/7", url=url).code == 2
+    unknown = rlbus("flush", "--worker", "prefill/8", url=url)
+    assert unknown.code == 4
+    assert_one_clear_line(unknown, "prefill/8")
+    assert rlbus("flush", "--component", "encode", url=url).code == 4
+
+
+def test_wrong_options_are_wrong_usage() -> None:
+    """As every command line tool: 2."""
+    assert rlbus("pause", "--mode", "stop").code == 2
+    assert rlbus("nonsense").code == 2
+    assert rlbus("update").code == 2
+    assert rlbus("update", "--from", "/x", "--version", "seven", url="nats://127.0.0.1:1").code in (2, 4)
+    assert rlbus().code == 2
+
+
+def test_an_update_from_a_folder_that_workers_may_not_read_is_not_ok(url: str, fleet: dict[str, Process]) -> None:
+    """The report says which worker refused and why; nobody stays paused."""
+    done = rlbus("update", "--from", "/nowhere", "--json", url=url)
+    assert done.code in (1, 3)
+    assert done.stderr.startswith("rlbus: ")
+    assert "!!" not in rlbus("status", url=url).stdout
+
+
+def test_a_frozen_worker_costs_a_deadline_and_a_second_verb_is_busy(url: str, fleet: dict[str, Process]) -> None:
+    """With one worker stopped a pause doesn't hang; meanwhile another verb is refused with 3, naming the op."""
+    frozen = fleet["prefill/7"].popen
+    frozen.send_signal(signal.SIGSTOP)
+    pausing = Process("pause", "--json", "--deadline", "4", url=url)
+    try:
+        deadline = time.monotonic() + 10.0
+        while rlbus("status", "--json", url=url).document["op_id"] is None:
+            assert time.monotonic() < deadline
+        busy = rlbus("flush", "--json", url=url)
+        assert busy.code == 3
+        assert busy.document["error"]["code"] == "busy"
+        report = pausing.document()
+        assert pausing.popen.wait(BOUND_S) in (1, 5)
+        outcomes = {o["worker"]: o["outcome"] for o in report["outcomes"]}
+        assert outcomes.pop("prefill/7") == "unknown"
+        assert set(outcomes.values()) == {"undone"}
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+        pausing.kill()
+    with contextlib.suppress(AssertionError):
+        rlbus("resume", url=url)
+
+
+def test_ctrl_c_ends_a_watch_with_130(url: str, fleet: dict[str, Process]) -> None:
+    """And without a traceback."""
+    watching = Process("status", "--watch", url=url)
+    assert watching.popen.stdout is not None
+    assert watching.popen.stdout.readline().startswith(f"namespace {NAMESPACE}")
+    code, stderr = watching.end(signal.SIGINT)
+    assert code == 130
+    assert stderr == "rlbus: interrupted\n"
+
+
+def test_up_gives_a_url_that_works_and_ends_with_0() -> None:
+    """The document has the URL with its token; a controller answers there; Ctrl-C takes all of it down."""
+    process = Process("up", "--json")
+    try:
+        document = process.document()
+        assert document["namespace"] == NAMESPACE
+        status = rlbus("status", "--json", url=document["url"])
+        assert (status.code, status.document["members"]) == (4, [])
+        code, stderr = process.end(signal.SIGINT)
+        assert code == 0
+        assert "Traceback" not in stderr
+        assert rlbus("status", url=document["url"]).code == 4
+    finally:
+        process.kill()

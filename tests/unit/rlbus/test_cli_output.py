@@ -1,0 +1,250 @@
+"""What the CLI writes and how it ends, without a fleet."""
+
+import asyncio
+import json
+
+import pytest
+
+from rlbus.cli.options import target_of, version_of
+from rlbus.cli.output import ExitCode, Output, age, aligned, exit_code_of_error, exit_code_of_report, progress_text
+from rlbus.cli.views import show_report, show_status, warnings_of
+from rlbus.errors import BrokenError, ConfigError, DeadlineError, PartialError, TransferError, error_from_fault
+from rlbus.schemas import (
+    Descriptor,
+    Fault,
+    FaultCode,
+    FleetView,
+    Generation,
+    Liveness,
+    MemberView,
+    OpProgress,
+    OpStatus,
+    Outcome,
+    PausedData,
+    PauseView,
+    Report,
+    Target,
+    Version,
+    WeightsState,
+    WeightsView,
+    WorkerId,
+    WorkerOutcome,
+    WorkerStatus,
+)
+
+pytestmark = pytest.mark.unit
+
+BIG = "18446744073709551615"
+
+
+def report_of(status: OpStatus, code: FaultCode | None = None) -> Report:
+    """A report that ended so."""
+    fault = None if code is None else Fault(code=code, message="because")
+    return Report(op_id="o", op="pause", status=status, outcomes=(), phases_s={}, took_s=0.0, fault=fault)
+
+
+def member(
+    weights: WeightsView, *, pause: PauseView | None = None, liveness: Liveness = Liveness.ALIVE, age_s: float = 1.0
+) -> MemberView:
+    """A worker with these weights."""
+    generation = Generation.RUNNING if pause is None else Generation.PAUSED
+    return MemberView(
+        worker=WorkerId(f"backend/{BIG}"),
+        liveness=liveness,
+        admitted=False,
+        reason="paused",
+        descriptor=Descriptor(
+            namespace="n",
+            component="backend",
+            instance_id=BIG,
+            engine="fake",
+            model="m" * 90,
+            world_size=2,
+            routes=(),
+        ),
+        status=WorkerStatus(generation=generation, weights=weights, pause=pause),
+        boot_id="b",
+        age_s=age_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "ends"),
+    [
+        (OpStatus.OK, None, ExitCode.OK),
+        (OpStatus.PARTIAL, FaultCode.ENGINE_FAILED, ExitCode.FAILED),
+        (OpStatus.FAILED, FaultCode.ENGINE_FAILED, ExitCode.FAILED),
+        (OpStatus.FAILED, FaultCode.DEADLINE, ExitCode.DEADLINE),
+        (OpStatus.REFUSED, FaultCode.BUSY, ExitCode.REFUSED),
+        (OpStatus.REFUSED, FaultCode.NO_WORKER, ExitCode.NOTHING_THERE),
+        (OpStatus.REFUSED, None, ExitCode.REFUSED),
+    ],
+)
+def test_a_report_ends_the_command_with_its_code(status: OpStatus, code: FaultCode | None, ends: ExitCode) -> None:
+    """One row of the table; an error that carries the report ends the same way."""
+    report = report_of(status, code)
+    assert exit_code_of_report(report) is ends
+    assert exit_code_of_error(PartialError(report)) is ends
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (ConfigError("url", "x", "no"), ExitCode.USAGE),
+        (BrokenError("nats://h:1", "no server"), ExitCode.NOTHING_THERE),
+        (DeadlineError("pause", 1.0), ExitCode.DEADLINE),
+        (error_from_fault(Fault(code=FaultCode.BUSY, message="m")), ExitCode.REFUSED),
+        (error_from_fault(Fault(code=FaultCode.NO_WORKER, message="m")), ExitCode.NOTHING_THERE),
+        (error_from_fault(Fault(code=FaultCode.ENGINE_DEAD, message="m")), ExitCode.FAILED),
+        (TransferError("join", "m"), ExitCode.FAILED),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+        (asyncio.CancelledError(), ExitCode.INTERRUPTED),
+        (ZeroDivisionError("oops"), ExitCode.FAILED),
+    ],
+)
+def test_an_error_ends_the_command_with_its_code(error: BaseException, ends: ExitCode) -> None:
+    """One row of the table."""
+    assert exit_code_of_error(error) is ends
+
+
+def test_an_error_is_one_line_on_stderr_and_a_document_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json the document has code, message and detail; line breaks in a message don't make a second line."""
+    fault = Fault(code=FaultCode.BUSY, message="another\nop runs", detail={"op_id": "u1"})
+    assert Output(True).error(error_from_fault(fault)) is ExitCode.REFUSED
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {
+        "error": {"code": "busy", "message": "another op runs [busy]", "detail": {"op_id": "u1"}},
+        "exit_code": 3,
+    }
+    assert captured.err == "rlbus: another op runs [busy]\n"
+
+
+def test_without_json_an_error_leaves_stdout_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    """And one that isn't ours is named as a bug."""
+    Output(False).error(ZeroDivisionError("oops"))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("rlbus: unexpected ZeroDivisionError: oops")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0.0 s"), (0.44, "0.4 s"), (12, "12 s"), (300, "5 min"), (10_800, "3 h"), (259_200, "3 d")],
+)
+def test_ages_are_short(seconds: float, text: str) -> None:
+    """A clock that is behind makes no negative age."""
+    assert age(seconds) == text
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    """Nothing is cut."""
+    assert aligned([["A", "B"], ["long", "x"]]) == ["A     B", "long  x"]
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        (OpProgress(op_id="o", phase="group"), "group"),
+        (OpProgress(op_id="o", phase="pause", done=1, total=2), "pause 1/2 workers"),
+        (OpProgress(op_id="o", phase="transfer", done=2**20, total=2**22, unit="bytes"), "transfer 1.0/4.0 MiB"),
+        (OpProgress(op_id="o", phase="wait", done=3), "wait 3 workers"),
+    ],
+)
+def test_progress_reads_as_text(progress: OpProgress, text: str) -> None:
+    """Phase and share."""
+    assert progress_text(progress) == text
+
+
+def test_targets_are_parsed_and_bad_ones_refused() -> None:
+    """Names that can't be one are told before anything is sent."""
+    assert target_of(None, None) == Target()
+    assert target_of(["decode"], []) == Target(components=("decode",))
+    assert target_of([], [f"backend/{BIG}"]) == Target(workers=(WorkerId(f"backend/{BIG}"),))
+    for components, workers in (
+        (["a b"], None),
+        (None, ["backend"]),
+        (None, ["backend/007"]),
+        (None, ["backend/18446744073709551616"]),
+        (["a"], ["a/1"]),
+    ):
+        with pytest.raises(ConfigError):
+            target_of(components, workers)
+
+
+def test_versions_are_parsed_and_bad_ones_refused() -> None:
+    """A step, or incarnation.step."""
+    assert version_of(None) is None
+    assert version_of("7") == Version(step=7)
+    assert version_of("2.7") == Version(incarnation=2, step=7)
+    for text in ("", "x", "1.x", "-1", "1.", "a.1", "1.2.3"):
+        with pytest.raises(ConfigError):
+            version_of(text)
+
+
+def test_a_dirty_paused_silent_worker_is_told_loudly() -> None:
+    """Who paused it, since when, what is torn and what helps, and how long it is silent."""
+    pause = PauseView(owner="cli:me@host", mode="keep", since=1000.0)
+    weights = WeightsView(state=WeightsState.DIRTY, last_good=Version(step=3))
+    told = warnings_of(member(weights, pause=pause, liveness=Liveness.DEAD, age_s=40.0), now=1030.0)
+    assert told == [
+        "is DIRTY (last good: 0.3): its weights are torn, it stays paused until a full update or `rlbus update`",
+        "is PAUSED by cli:me@host (keep) for 30 s",
+        "is DEAD: last heard of 40 s ago",
+    ]
+    assert warnings_of(member(WeightsView(state=WeightsState.CLEAN)), now=0.0) == []
+
+
+def test_status_shows_whole_instance_ids_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids stay whole however narrow the terminal is; a dirty worker has a line of its own."""
+    view = FleetView(
+        namespace="n",
+        term=4,
+        version=Version(step=3),
+        epoch=2,
+        op_id=None,
+        members=(member(WeightsView(state=WeightsState.DIRTY)),),
+    )
+    show_status(Output(False), view)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "namespace n, version 0.3, running op none, group 2, controller term 4"
+    assert lines[1] == "1 workers, 0 admitted, 2 live ranks"
+    assert lines[3].split()[0] == f"backend/{BIG}"
+    assert "DIRTY" in lines[3]
+    assert lines[4].startswith(f"!! backend/{BIG} is DIRTY")
+
+
+def test_an_empty_fleet_says_how_to_start_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not an empty table."""
+    show_status(Output(False), FleetView(namespace="n", term=1, version=None, epoch=None, op_id=None, members=()))
+    assert "no workers in namespace n; start one with `rlbus worker fake`" in capsys.readouterr().out
+
+
+def test_a_report_has_one_line_per_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """Outcome, phase and reason of each; phases and pause of a longer op."""
+    fault = Fault(code=FaultCode.ENGINE_FAILED, message="boom")
+    outcomes = (
+        WorkerOutcome(
+            worker=WorkerId("a/1"),
+            outcome=Outcome.OK,
+            phase="pause",
+            data=PausedData(num_aborted=0, num_held=3),
+            took_s=0.1,
+        ),
+        WorkerOutcome(worker=WorkerId("a/2"), outcome=Outcome.FAILED, phase="pause", fault=fault),
+    )
+    report = Report(
+        op_id="o",
+        op="pause",
+        status=OpStatus.PARTIAL,
+        outcomes=outcomes,
+        phases_s={"pause": 0.5, "resume": 0.25},
+        took_s=0.75,
+        paused_s=0.6,
+    )
+    show_report(Output(False), report)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "pause: partial, 1 of 2 workers, 0.75 s"
+    assert lines[2].split() == ["a/1", "ok", "pause", "0.10", "0", "ended,", "3", "held"]
+    assert lines[3].split() == ["a/2", "FAILED", "pause", "0.00", "boom", "[engine_failed]"]
+    assert lines[4] == "seconds: pause 0.50  resume 0.25  (engines stood still for 0.60)"

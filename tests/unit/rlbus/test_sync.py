@@ -1,0 +1,273 @@
+"""The trainer without asyncio: its own loop in a thread, here over the in-memory bus, in fractions of real seconds."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rlbus
+from rlbus import subjects
+from rlbus._transport import Message
+from rlbus.bus import Bus
+from rlbus.config import BusConfig
+from rlbus.errors import BrokenError, ClosedError
+from rlbus.schemas import (
+    CancelOp,
+    ControlRequest,
+    FleetView,
+    GetFleet,
+    GroupPlan,
+    JoinTask,
+    OpAccepted,
+    OpProgress,
+    OpResult,
+    OpStatus,
+    PutManifestPage,
+    Rendezvous,
+    Report,
+    SenderSignal,
+    SenderStep,
+    SendTask,
+    TensorSpec,
+    TensorSum,
+    UpdateWeights,
+    Version,
+    WaitReady,
+)
+from rlbus.sync import LoopThread
+from rlbus.testing import MemoryBroker
+from rlbus.transfer.plane import Sent
+
+pytestmark = pytest.mark.unit
+
+SPECS = (TensorSpec(name="a", dtype="float32", shape=(2,)),)
+# What the controller is asked by an update that was interrupted, beside signals.
+ENDED = [PutManifestPage, UpdateWeights, CancelOp]
+VIEW = FleetView(namespace="test", term=1, version=None, epoch=None, op_id=None, members=())
+
+
+class Source:
+    """One announced tensor, without torch."""
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What it yields."""
+        return SPECS
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter([("a", None)])
+
+
+class Plane:
+    """A data plane that sends for `send_s`."""
+
+    backend = "fake"
+    sender_id = "me"
+    num_ranks = 1
+
+    def __init__(self, send_s: float = 0.0) -> None:
+        self.calls: list[str] = []
+        self._send_s = send_s
+
+    async def rendezvous(self) -> Rendezvous:
+        """Where to meet."""
+        return Rendezvous(host="127.0.0.1", port=1, prefix="p")
+
+    async def join(self, plan: GroupPlan) -> None:
+        """Join."""
+        self.calls.append("join")
+
+    async def send(self, source: Any, specs: Any, **_: Any) -> Sent:
+        """Send, from the background thread."""
+        self.calls.append(f"send on {threading.current_thread().name}")
+        await asyncio.sleep(self._send_s)
+        return Sent(num_bytes=8, num_tensors=1, sums=(TensorSum(name="a", checksum="0" * 16),), send_s=self._send_s)
+
+    async def leave(self, reason: str) -> None:
+        """Leave."""
+        self.calls.append(f"leave: {reason}")
+
+    async def aclose(self) -> None:
+        """Close."""
+        self.calls.append("aclose")
+
+
+class Controller:
+    """Answers everything well; an update goes join, send, report."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.requests: list[ControlRequest] = []
+        self.is_sending = threading.Event()
+        self._bus = bus
+        self._update: tuple[UpdateWeights, str] | None = None
+        bus.subscribe(subjects.all_control("test"), ControlRequest, self._on_request)
+
+    def _on_request(self, request: ControlRequest, message: Message) -> None:
+        assert message.reply is not None
+        self.requests.append(request)
+        match request:
+            case UpdateWeights():
+                self._update = (request, message.reply)
+                plan = GroupPlan(
+                    epoch=1,
+                    group_id="g1",
+                    backend="fake",
+                    num_trainer_ranks=1,
+                    world_size=2,
+                    spans=(),
+                    rendezvous=request.rendezvous,
+                    bucket_bytes=1,
+                )
+                self._bus.publish(message.reply, JoinTask(op_id=request.op_id, plan=plan))
+            case WaitReady() | GetFleet():
+                self._bus.publish(message.reply, VIEW)
+            case SenderSignal():
+                self._bus.publish(message.reply, OpAccepted(op_id=request.op_id))
+                self._on_signal(request)
+            case _:
+                self._bus.publish(message.reply, OpAccepted(op_id=request.op_id))
+
+    def _on_signal(self, signal: SenderSignal) -> None:
+        assert self._update is not None
+        update, reply = self._update
+        if signal.step is SenderStep.JOINED:
+            self._bus.publish(reply, OpProgress(op_id=update.op_id, phase="transfer"))
+            self._bus.publish(reply, SendTask(op_id=update.op_id, epoch=1, version=update.version))
+        if signal.step is SenderStep.ALIVE:
+            self.is_sending.set()
+        if signal.step is SenderStep.SENT:
+            report = Report(
+                op_id=update.op_id,
+                op="update_weights",
+                status=OpStatus.OK,
+                outcomes=(),
+                phases_s={},
+                took_s=0.1,
+                version=update.version,
+                num_bytes=8,
+            )
+            self._bus.publish(reply, OpResult(report=report))
+
+
+@pytest.fixture
+def controllers(monkeypatch: pytest.MonkeyPatch) -> list[Controller]:
+    """Connect to a bus in memory that has a controller; the list gets it."""
+    made: list[Controller] = []
+
+    async def connect_bus(config: BusConfig, *, name: str) -> Bus:
+        broker = MemoryBroker()
+        made.append(Controller(Bus(broker.connect())))
+        return Bus(broker.connect())
+
+    monkeypatch.setattr("rlbus.connecting.connect_bus", connect_bus)
+    return made
+
+
+def trainer(plane: Plane | None = None) -> rlbus.Trainer:
+    """A trainer on the namespace of the tests."""
+    return rlbus.Trainer("nats://127.0.0.1:1", namespace="test", plane=Plane() if plane is None else plane)
+
+
+def num_loop_threads() -> int:
+    """How many background loops run."""
+    return sum(thread.name == "rlbus-trainer" for thread in threading.enumerate())
+
+
+def test_a_plain_script_waits_updates_and_closes(controllers: list[Controller]) -> None:
+    """wait_ready, update_weights and status return values; the thread is gone afterwards, and the plane closed."""
+    plane = Plane()
+    phases: list[str] = []
+    with trainer(plane) as t:
+        assert t.wait_ready(world_size=2) == VIEW
+        report = t.update_weights(Source(), version=3, on_progress=lambda progress: phases.append(progress.phase))
+        assert t.status() == VIEW
+        assert t.version == Version(step=3)
+        assert num_loop_threads() == 1
+    assert (report.ok, report.num_bytes, report.version) == (True, 8, Version(step=3))
+    assert phases == ["transfer"]
+    assert plane.calls == ["join", "send on rlbus-trainer", "aclose"]
+    assert num_loop_threads() == 0
+
+
+def test_it_can_be_called_from_another_thread(controllers: list[Controller]) -> None:
+    """The thread that calls need not be the one that connected."""
+    versions: list[Version | None] = []
+    with trainer() as t:
+        thread = threading.Thread(target=lambda: versions.append(t.update_weights(Source(), version=1).version))
+        thread.start()
+        thread.join(10.0)
+    assert versions == [Version(step=1)]
+
+
+def test_it_works_where_an_event_loop_already_runs(controllers: list[Controller]) -> None:
+    """In a notebook or a coroutine it blocks, as a plain call does, and returns."""
+
+    async def notebook() -> FleetView:
+        with trainer() as t:
+            return t.wait_ready(num_workers=1)
+
+    assert asyncio.run(notebook()) == VIEW
+
+
+def test_ctrl_c_takes_the_update_back_and_passes(controllers: list[Controller]) -> None:
+    """KeyboardInterrupt comes out of the call after the op was cancelled and the group left; closing still works."""
+    plane = Plane(send_s=60.0)
+
+    def interrupt() -> None:
+        assert controllers[0].is_sending.wait(10.0)
+        signal.raise_signal(signal.SIGINT)
+
+    with trainer(plane) as t:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            t.update_weights(Source(), version=1)
+        thread.join(10.0)
+        assert [type(r) for r in controllers[0].requests if not isinstance(r, SenderSignal)] == ENDED
+        assert t.status() == VIEW
+    assert plane.calls[-2:] == ["leave: the trainer gave the update up", "aclose"]
+
+
+def test_it_is_used_in_a_with_statement_and_once(controllers: list[Controller]) -> None:
+    """Before, after, and a second time are ClosedError; closing twice is fine."""
+    t = trainer()
+    with pytest.raises(ClosedError, match="use it in a `with` statement"):
+        t.status()
+    with t:
+        pass
+    t.close()
+    with pytest.raises(ClosedError):
+        t.wait_ready(num_workers=1)
+    with pytest.raises(ClosedError), t:
+        pass
+
+
+def test_failing_to_connect_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of connecting comes out as it is."""
+
+    async def connect_bus(config: BusConfig, *, name: str) -> Bus:
+        raise BrokenError("nats://127.0.0.1:1", "no server there")
+
+    monkeypatch.setattr("rlbus.connecting.connect_bus", connect_bus)
+    with pytest.raises(BrokenError, match="no server there"), trainer():
+        pass
+    assert num_loop_threads() == 0
+
+
+def test_a_call_from_its_own_thread_is_an_error_not_a_deadlock() -> None:
+    """A callback that calls back would wait for itself for ever."""
+    loop = LoopThread("rlbus-test")
+
+    async def outer() -> str:
+        async def inner() -> None: ...
+
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            loop.call(inner())
+        return "told"
+
+    assert loop.call(outer()) == "told"
+    loop.stop()
+    with pytest.raises(ClosedError):
+        loop.call(outer())

@@ -1,0 +1,589 @@
+"""Trainer against a scripted controller and a scripted data plane, on the in-memory bus under virtual time."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from rlbus import subjects
+from rlbus._transport import Message
+from rlbus.bus import Bus
+from rlbus.errors import (
+    BrokenError,
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ManifestError,
+    PartialError,
+    RefusedError,
+    TransferError,
+    VersionRegressionError,
+)
+from rlbus.schemas import (
+    CancelOp,
+    ControlReply,
+    ControlRequest,
+    Fault,
+    FaultCode,
+    GroupPlan,
+    JoinTask,
+    LeaveTask,
+    OpAccepted,
+    OpProgress,
+    OpResult,
+    OpStatus,
+    PauseMode,
+    PutManifestPage,
+    Refusal,
+    Rendezvous,
+    Report,
+    SenderSignal,
+    SenderStep,
+    SendTask,
+    Target,
+    TensorSpec,
+    TensorSum,
+    UpdateWeights,
+    Version,
+)
+from rlbus.testing import LoopClock, MemoryBroker, run, sequential_ids
+from rlbus.trainer import Trainer
+from rlbus.transfer.manifest import digest
+from rlbus.transfer.plane import Sent
+
+pytestmark = pytest.mark.unit
+
+NAMESPACE = "test"
+SPECS = (
+    TensorSpec(name="a", dtype="float32", shape=(2, 2)),
+    TensorSpec(name="b", dtype="float32", shape=(4,)),
+)
+SUMS = tuple(TensorSum(name=spec.name, checksum="0123456789abcdef") for spec in SPECS)
+
+
+class Source:
+    """Announced tensors without torch."""
+
+    def __init__(self, specs: Sequence[TensorSpec] = SPECS) -> None:
+        self._specs = tuple(specs)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What it yields."""
+        return self._specs
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter((spec.name, None) for spec in self._specs)
+
+
+class ScriptedPlane:
+    """A data plane that sends for `send_s`, fails as told, and remembers its calls."""
+
+    backend = "fake"
+    sender_id = "me"
+    num_ranks = 1
+
+    def __init__(
+        self, *, send_s: float = 0.0, join_error: Exception | None = None, send_error: Exception | None = None
+    ):
+        self.calls: list[str] = []
+        self._send_s = send_s
+        self._join_error = join_error
+        self._send_error = send_error
+
+    async def rendezvous(self) -> Rendezvous:
+        """Where to meet."""
+        return Rendezvous(host="127.0.0.1", port=1, prefix="p")
+
+    async def join(self, plan: GroupPlan) -> None:
+        """Join as told."""
+        self.calls.append(f"join {plan.epoch}")
+        if self._join_error is not None:
+            raise self._join_error
+
+    async def send(self, source: Any, specs: Any, **_: Any) -> Sent:
+        """Send as told."""
+        self.calls.append("send")
+        await asyncio.sleep(self._send_s)
+        if self._send_error is not None:
+            raise self._send_error
+        return Sent(num_bytes=32, num_tensors=2, sums=SUMS, send_s=self._send_s)
+
+    async def leave(self, reason: str) -> None:
+        """Leave."""
+        self.calls.append(f"leave: {reason}")
+
+    async def aclose(self) -> None:
+        """Close."""
+        self.calls.append("aclose")
+
+
+class Controller:
+    """Takes every request and answers the short ones; `on_update` plays an update on its reply subject."""
+
+    def __init__(self, bus: Bus, on_update: "OnUpdate") -> None:
+        self.bus = bus
+        self.log: list[str] = []
+        self.requests: list[ControlRequest] = []
+        self.refuse: dict[type[ControlRequest], Fault] = {}
+        self._on_update = on_update
+        self._steps: asyncio.Queue[SenderSignal] = asyncio.Queue(64)
+        self._tasks: set[asyncio.Task[None]] = set()
+        bus.subscribe(subjects.all_control(NAMESPACE), ControlRequest, self._on_request)
+
+    def _on_request(self, request: ControlRequest, message: Message) -> None:
+        reply = message.reply
+        assert reply is not None
+        self.requests.append(request)
+        if isinstance(request, SenderSignal):
+            self.log.append(request.step.value)
+            if request.step is not SenderStep.ALIVE:
+                self._steps.put_nowait(request)
+        else:
+            self.log.append(type(request).__name__)
+        if isinstance(request, UpdateWeights):
+            self._tasks.add(asyncio.create_task(self._play(request, lambda m: self.bus.publish(reply, m))))
+            return
+        fault = self.refuse.get(type(request))
+        answer = OpAccepted(op_id=request.op_id) if fault is None else Refusal(op_id=request.op_id, fault=fault)
+        self.bus.publish(reply, answer)
+
+    async def _play(self, request: UpdateWeights, tell: "Tell") -> None:
+        """The script, with the progress every second that a controller owes."""
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(1.0)
+                tell(OpProgress(op_id=request.op_id, phase="running"))
+
+        ticking = asyncio.create_task(tick())
+        try:
+            await self._on_update(self, request, tell)
+        finally:
+            ticking.cancel()
+
+    async def signal(self) -> SenderSignal:
+        """The trainer's next step that isn't a sign of life."""
+        async with asyncio.timeout(30.0):
+            return await self._steps.get()
+
+    def updates(self) -> list[UpdateWeights]:
+        """Every update that was asked for."""
+        return [r for r in self.requests if isinstance(r, UpdateWeights)]
+
+    async def aclose(self) -> None:
+        """End the scripts; one that failed an assertion fails the test."""
+        for task in self._tasks:
+            task.cancel()
+        for error in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(error, Exception):
+                raise error
+
+
+Tell = Callable[[ControlReply], None]
+OnUpdate = Callable[[Controller, UpdateWeights, Tell], Awaitable[None]]
+
+
+def plan_of(request: UpdateWeights, epoch: int = 1) -> GroupPlan:
+    """The group of an update."""
+    return GroupPlan(
+        epoch=epoch,
+        group_id=f"g{epoch}",
+        backend=request.backend,
+        num_trainer_ranks=1,
+        world_size=2,
+        spans=(),
+        rendezvous=request.rendezvous,
+        bucket_bytes=request.bucket_bytes,
+    )
+
+
+def report_of(request: UpdateWeights, status: OpStatus = OpStatus.OK, fault: Fault | None = None) -> OpResult:
+    """The end of an update."""
+    report = Report(
+        op_id=request.op_id,
+        op="update_weights",
+        status=status,
+        outcomes=(),
+        phases_s={"group": 0.1, "transfer": 0.2},
+        took_s=0.5,
+        fault=fault,
+        version=request.version,
+        epoch=1,
+        num_bytes=32,
+        paused_s=0.3,
+    )
+    return OpResult(report=report)
+
+
+async def well(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+    """An update that ends well in group 1, formed anew when the trainer isn't in it."""
+    tell(OpAccepted(op_id=request.op_id))
+    if "joined" not in controller.log:
+        tell(JoinTask(op_id=request.op_id, plan=plan_of(request)))
+        assert (await controller.signal()).step is SenderStep.JOINED
+    tell(OpProgress(op_id=request.op_id, phase="transfer", done=0, total=32, unit="bytes"))
+    tell(SendTask(op_id=request.op_id, epoch=1, version=request.version))
+    sent = await controller.signal()
+    assert (sent.step, sent.num_bytes, sent.sums, sent.of_op_id) == (SenderStep.SENT, 32, SUMS, request.op_id)
+    tell(report_of(request))
+
+
+def play(
+    scenario: Callable[[Trainer, Controller], Awaitable[None]],
+    on_update: OnUpdate = well,
+    plane: ScriptedPlane | None = None,
+) -> list[str]:
+    """Run `scenario`; returns the plane's calls."""
+    used = ScriptedPlane() if plane is None else plane
+
+    async def body() -> None:
+        broker = MemoryBroker()
+        async with Bus(broker.connect(), clock=LoopClock()) as theirs, Bus(broker.connect(), clock=LoopClock()) as ours:
+            ours.new_id = sequential_ids("id")
+            controller = Controller(theirs, on_update)
+            trainer = Trainer(ours, NAMESPACE, used, caller="me")
+            await scenario(trainer, controller)
+            await trainer.aclose()
+            await controller.aclose()
+
+    run(body())
+    return used.calls
+
+
+def test_an_update_announces_joins_sends_and_returns_the_report() -> None:
+    """The messages come in the documented order, and the report has the controller's and the sender's numbers."""
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        seen: list[str] = []
+        report = await trainer.update_weights(
+            Source(),
+            version=7,
+            incarnation=2,
+            target=Target(components=("decode",)),
+            require=1,
+            pause_mode="wait",
+            reset_prefix_cache=False,
+            on_progress=lambda progress: seen.append(progress.phase),
+        )
+        steps = [entry for entry in controller.log if entry != "alive"]
+        assert steps == ["PutManifestPage", "UpdateWeights", "joined", "sent"]
+        [request] = controller.updates()
+        assert request.version == Version(incarnation=2, step=7)
+        assert request.manifest_digest == digest(SPECS)
+        assert (request.backend, request.sender_id, request.num_trainer_ranks) == ("fake", "me", 1)
+        assert (request.target, request.require) == (Target(components=("decode",)), 1)
+        assert (request.pause_mode, request.reset_prefix_cache) == (PauseMode.WAIT, False)
+        page = controller.requests[0]
+        assert isinstance(page, PutManifestPage)
+        assert page.page.tensors == SPECS
+        assert report.ok
+        assert (report.num_bytes, report.num_tensors, report.paused_s) == (32, 2, 0.3)
+        assert report.phases_s == {"group": 0.1, "transfer": 0.2}
+        assert trainer.version == Version(incarnation=2, step=7)
+        assert seen == ["transfer"]
+
+    assert play(scenario) == ["join 1", "send", "aclose"]
+
+
+def test_a_second_update_uses_group_and_manifest_again() -> None:
+    """Nothing is announced or joined twice when nothing changed."""
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        await trainer.update_weights(Source(), version=1)
+        await trainer.update_weights(Source(), version=2)
+        steps = [entry for entry in controller.log if entry != "alive"]
+        assert steps == ["PutManifestPage", "UpdateWeights", "joined", "sent", "UpdateWeights", "sent"]
+
+    assert play(scenario) == ["join 1", "send", "send", "aclose"]
+
+
+def test_a_manifest_that_the_controller_forgot_is_announced_again() -> None:
+    """`manifest_unknown` (a restarted controller) costs the pages once more, not the update."""
+
+    async def forgetful(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        if controller.log.count("UpdateWeights") == 1:
+            fault = Fault(code=FaultCode.MANIFEST_UNKNOWN, message="which?")
+            return tell(Refusal(op_id=request.op_id, fault=fault))
+        return await well(controller, request, tell)
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        assert (await trainer.update_weights(Source(), version=1)).ok
+        assert controller.log[:4] == ["PutManifestPage", "UpdateWeights", "PutManifestPage", "UpdateWeights"]
+        first, second = controller.updates()
+        assert first.op_id != second.op_id
+
+    play(scenario, forgetful)
+
+
+def test_a_manifest_that_stays_unknown_ends_in_an_error() -> None:
+    """Announcing again is bounded."""
+
+    async def never(_controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        tell(Refusal(op_id=request.op_id, fault=Fault(code=FaultCode.MANIFEST_UNKNOWN, message="which?")))
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        with pytest.raises(ManifestError):
+            await trainer.update_weights(Source(), version=1)
+        assert len(controller.updates()) == 3
+
+    play(scenario, never)
+
+
+def test_a_long_send_says_that_it_lives_every_second() -> None:
+    """While 10 s of sending pass, no two signs of life are more than a second apart."""
+    at: list[float] = []
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        def on_signal(signal: SenderSignal, _message: Message) -> None:
+            if signal.step is SenderStep.ALIVE:
+                assert signal.epoch == 1
+                at.append(asyncio.get_running_loop().time())
+
+        controller.bus.subscribe(subjects.control(NAMESPACE, "sender"), SenderSignal, on_signal)
+        assert (await trainer.update_weights(Source(), version=1)).send_s == 10.0
+        assert len(at) >= 10
+        assert max(b - a for a, b in itertools.pairwise(at)) <= 1.0
+
+    play(scenario, plane=ScriptedPlane(send_s=10.0))
+
+
+def test_a_leave_task_releases_a_send_that_is_stuck() -> None:
+    """The controller gives the group up while we send: the plane leaves at once, and the report says what failed."""
+    fault = Fault(code=FaultCode.TRANSFER_FAILED, message="worker backend/1 is gone")
+
+    async def breaking(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        tell(JoinTask(op_id=request.op_id, plan=plan_of(request)))
+        await controller.signal()
+        tell(SendTask(op_id=request.op_id, epoch=1, version=request.version))
+        await asyncio.sleep(1.0)
+        tell(LeaveTask(op_id=request.op_id, epoch=1, reason="worker lost"))
+        await asyncio.sleep(1.0)
+        tell(report_of(request, OpStatus.FAILED, fault))
+
+    async def scenario(trainer: Trainer, _controller: Controller) -> None:
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(PartialError) as caught:
+            await trainer.update_weights(Source(), version=1)
+        assert caught.value.report.fault == fault
+        assert asyncio.get_running_loop().time() - started < 5.0
+        assert trainer.version is None
+
+    assert play(scenario, breaking, ScriptedPlane(send_s=1000.0)) == ["join 1", "send", "leave: worker lost", "aclose"]
+
+
+@pytest.mark.parametrize(
+    ("plane", "code", "calls"),
+    [
+        (
+            ScriptedPlane(join_error=TransferError("join", "no route to host")),
+            FaultCode.GROUP_FAILED,
+            ["join 1", "leave: join: no route to host", "aclose"],
+        ),
+        (
+            ScriptedPlane(send_error=ValueError("my source is broken")),
+            FaultCode.SENDER_FAILED,
+            ["join 1", "send", "leave: ValueError: my source is broken", "aclose"],
+        ),
+    ],
+    ids=["join", "send"],
+)
+def test_what_fails_on_our_side_is_told_and_is_the_cause_of_the_error(
+    plane: ScriptedPlane, code: FaultCode, calls: list[str]
+) -> None:
+    """The controller hears `failed` with the reason; the caller gets the report, and its own exception as the cause."""
+
+    async def failing(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        tell(JoinTask(op_id=request.op_id, plan=plan_of(request)))
+        signal = await controller.signal()
+        if signal.step is SenderStep.JOINED:
+            tell(SendTask(op_id=request.op_id, epoch=1, version=request.version))
+            signal = await controller.signal()
+        assert signal.step is SenderStep.FAILED
+        tell(report_of(request, OpStatus.FAILED, signal.fault))
+
+    async def scenario(trainer: Trainer, _controller: Controller) -> None:
+        with pytest.raises(PartialError) as caught:
+            await trainer.update_weights(Source(), version=1)
+        assert caught.value.report.fault.code is code
+        assert caught.value.__cause__ in (plane._join_error, plane._send_error)
+
+    assert play(scenario, failing, plane) == calls
+
+
+def test_a_cancelled_update_is_taken_back_and_its_group_left() -> None:
+    """CancelledError passes; the controller was told first, and the plane is clean for the next update."""
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        task = asyncio.create_task(trainer.update_weights(Source(), version=1))
+        await asyncio.sleep(2.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        [cancel] = [r for r in controller.requests if isinstance(r, CancelOp)]
+        assert cancel.of_op_id == controller.updates()[0].op_id
+
+    calls = play(scenario, plane=ScriptedPlane(send_s=1000.0))
+    assert calls == ["join 1", "send", "leave: the trainer gave the update up", "aclose"]
+
+
+def test_an_update_after_a_cancelled_one_forms_a_new_group() -> None:
+    """The group that was left isn't sent in; the new one is joined."""
+
+    async def script(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        nth = len(controller.updates())
+        tell(JoinTask(op_id=request.op_id, plan=plan_of(request, epoch=nth)))
+        await controller.signal()
+        if nth == 2:
+            tell(SendTask(op_id=request.op_id, epoch=nth, version=request.version))
+            assert (await controller.signal()).step is SenderStep.SENT
+            tell(report_of(request))
+
+    async def scenario(trainer: Trainer, _controller: Controller) -> None:
+        task = asyncio.create_task(trainer.update_weights(Source(), version=1))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await trainer.update_weights(Source(), version=1)).ok
+
+    assert play(scenario, script)[-3:] == ["join 2", "send", "aclose"]
+
+
+def test_a_deadline_takes_the_op_back_and_leaves_the_group() -> None:
+    """The controller never ends the op: DeadlineError after the deadline and its grace, plane clean."""
+
+    async def endless(_controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        while True:
+            tell(OpProgress(op_id=request.op_id, phase="group"))
+            await asyncio.sleep(1.0)
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        with pytest.raises(DeadlineError, match="update_weights did not end within 20 s"):
+            await trainer.update_weights(Source(), version=1, deadline_s=20.0)
+        assert asyncio.get_running_loop().time() < 40.0
+        assert controller.log[-1] == "CancelOp"
+
+    assert play(scenario, endless) == ["leave: the trainer gave the update up", "aclose"]
+
+
+def test_versions_grow_and_an_older_one_is_refused_before_anything_is_sent() -> None:
+    """An int below the last version is a mistake; allow_rollback says that it is meant."""
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        await trainer.update_weights(Source(), version=5)
+        num_before = len(controller.requests)
+        with pytest.raises(VersionRegressionError, match=r"version 0\.4 is older than 0\.5"):
+            await trainer.update_weights(Source(), version=4)
+        assert len(controller.requests) == num_before
+        assert (await trainer.update_weights(Source(), version=4, allow_rollback=True)).ok
+        assert trainer.version == Version(step=4)
+
+    play(scenario)
+
+
+def test_a_refusal_raises_its_class_and_without_check_is_a_report() -> None:
+    """`busy` of the controller: BusyError, or a report with status refused that raises when asked to."""
+    fault = Fault(code=FaultCode.BUSY, message="u9 runs", detail={"op_id": "u9"})
+
+    async def busy(_controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        tell(Refusal(op_id=request.op_id, fault=fault))
+
+    async def scenario(trainer: Trainer, _controller: Controller) -> None:
+        with pytest.raises(BusyError) as caught:
+            await trainer.update_weights(Source(), version=1)
+        assert caught.value.running_op_id == "u9"
+        report = await trainer.update_weights(Source(), version=1, check=False)
+        assert (report.status, report.report.fault) == (OpStatus.REFUSED, fault)
+        with pytest.raises(BusyError):
+            report.raise_for_status()
+
+    assert play(scenario, busy) == ["aclose"]
+
+
+def test_two_updates_at_once_are_refused_on_this_side() -> None:
+    """The second names the first; the first isn't disturbed."""
+
+    async def scenario(trainer: Trainer, _controller: Controller) -> None:
+        first = asyncio.create_task(trainer.update_weights(Source(), version=1))
+        await asyncio.sleep(1.0)
+        with pytest.raises(BusyError, match="of this trainer still runs"):
+            await trainer.update_weights(Source(), version=2)
+        assert (await first).ok
+
+    play(scenario, plane=ScriptedPlane(send_s=5.0))
+
+
+def test_a_lost_report_is_fetched_by_the_same_op_id() -> None:
+    """The result is lost on the way: the request is sent again, joins, and nothing is sent twice."""
+
+    async def lossy(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        if len(controller.updates()) == 1:
+            await well(controller, request, lambda m: None if isinstance(m, OpResult) else tell(m))
+        else:
+            tell(report_of(request))
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        assert (await trainer.update_weights(Source(), version=1)).ok
+        first, second = controller.updates()
+        assert first.op_id == second.op_id
+
+    assert play(scenario, lossy) == ["join 1", "send", "aclose"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "text"),
+    [
+        ((), ConfigError, "there is no tensor in it"),
+        ((SPECS[0], SPECS[0]), ManifestError, "a"),
+    ],
+    ids=["empty", "duplicate"],
+)
+def test_a_source_that_cannot_be_announced_is_refused_before_anything_is_sent(
+    specs: tuple[TensorSpec, ...], error: type[Exception], text: str
+) -> None:
+    """The controller hears nothing of it."""
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        with pytest.raises(error, match=text):
+            await trainer.update_weights(Source(specs), version=1)
+        assert controller.requests == []
+
+    play(scenario)
+
+
+def test_more_tensors_than_can_be_reported_are_refused_before_anything_is_sent() -> None:
+    """The checksums of all tensors have to fit one message; `too_large` says so now, not after the transfer."""
+    specs = tuple(TensorSpec(name=f"layer.{n}.{'x' * 60}", dtype="float32", shape=(1,)) for n in range(12_000))
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        with pytest.raises(RefusedError, match="12000 tensors are too many for one update"):
+            await trainer.update_weights(Source(specs), version=1)
+        assert controller.requests == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("arguments", [{"bucket_bytes": 0}, {"deadline_s": -1.0}, {"stall_s": 0}, {"pause_mode": "x"}])
+def test_arguments_that_make_no_sense_are_config_errors(arguments: dict[str, Any]) -> None:
+    """Nothing is sent for them."""
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        with pytest.raises(ConfigError):
+            await trainer.update_weights(Source(), version=1, **arguments)
+        assert controller.requests == []
+
+    play(scenario)
+
+
+def test_no_controller_is_one_clear_error() -> None:
+    """Nobody takes the manifest: BrokenError that says what to start."""
+
+    async def body() -> None:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            trainer = Trainer(bus, NAMESPACE, ScriptedPlane())
+            with pytest.raises(BrokenError, match="no controller answers; start one with `rlbus controller`"):
+                await trainer.update_weights(Source(), version=1)
+
+    run(body())

@@ -1,0 +1,391 @@
+"""The agent of one worker: takes commands from the bus, keeps the rules, calls the engine, says how the worker is.
+
+Invariants: a message handler never waits; queries, aborts of requests and heartbeats share neither task nor lock with a
+mutation; whatever arrives, the agent lives on. It resumes an engine on new weights only with flushed caches: a flush is
+owed from the first byte of an update on, whoever sends `flush_cache` pays it, and otherwise the resume does.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from rlbus import subjects
+from rlbus._transport import Message
+from rlbus.bus import Bus
+from rlbus.errors import ConfigError, DecodeError, FaultError, RLBusError
+from rlbus.schemas import (
+    AbortedData,
+    AbortRequest,
+    Announcement,
+    Command,
+    Descriptor,
+    Fault,
+    FaultCode,
+    GenerationResumed,
+    GetOutcome,
+    GetStatus,
+    GetVersion,
+    Goodbye,
+    Hello,
+    LoadWeights,
+    OutcomeData,
+    PrepareWeightsUpdate,
+    PutManifest,
+    ResultData,
+    ResultStatus,
+    StatusData,
+    TensorSpec,
+    WeightsData,
+    WorkerStatus,
+    route_of,
+)
+from rlbus.transfer.manifest import ManifestBook
+from rlbus.workers.answers import Answers, bad_message, find_op_id
+from rlbus.workers.checks import fault
+from rlbus.workers.config import AgentConfig
+from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.facts import facts, is_visible
+from rlbus.workers.heartbeat import Heartbeat
+from rlbus.workers.journal import Journal, Record
+from rlbus.workers.lifecycle import decide, served_routes
+from rlbus.workers.moves import Action, AnswerNow, Arrived, Event, Ignore, Join, Refuse, Replay, Run
+from rlbus.workers.mutations import EngineCall
+from rlbus.workers.observation import Observer, drift
+from rlbus.workers.preconditions import manifest_problem, path_problem
+from rlbus.workers.slot import Slot
+from rlbus.workers.state import WorkerState
+
+_log = logging.getLogger("rlbus.workers")
+
+# Queries and aborts that wait for the engine at the same time.
+MAX_SIDE_TASKS = 64
+# How long the subscriptions may take to stand, and the goodbye to leave, in seconds.
+BARRIER_S = 2.0
+# Subject token of Dynamo's descriptor query.
+ROUTES_QUERY = "routes"
+
+
+class Agent:
+    """Serves one started engine on the bus. `run` until `stop`; the engine and the bus belong to the caller.
+
+    Raises:
+        ConfigError: a name doesn't fit into a subject.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        bus: Bus,
+        *,
+        namespace: str,
+        component: str,
+        instance_id: str,
+        config: AgentConfig | None = None,
+    ) -> None:
+        self._engine = engine
+        self._bus = bus
+        self._config = AgentConfig() if config is None else config
+        self._subject = subjects.worker(namespace, component, instance_id)
+        self._patterns = subjects.commands_for(namespace, component, instance_id)
+        info = engine.info
+        routes = served_routes(info.routes)
+        self.descriptor = Descriptor(
+            namespace=namespace,
+            component=component,
+            instance_id=instance_id,
+            engine=info.engine,
+            model=info.model,
+            world_size=info.world_size,
+            routes=tuple(sorted(routes)),
+            backends=info.backends,
+            system_url=info.system_url,
+            completions_url=info.completions_url,
+        )
+        self.boot_id = bus.new_id()
+        self.journal = Journal()
+        self.answers = Answers(bus, namespace, component, instance_id, self.boot_id)
+        # Set once the subscriptions stand at the server.
+        self.ready = asyncio.Event()
+        self._state = WorkerState(
+            component=component,
+            instance_id=instance_id,
+            world_size=info.world_size,
+            routes=routes,
+            backends=info.backends,
+        )
+        self._observer = Observer(engine, self._config.observe_s)
+        self._slot = Slot(engine, self, bus.clock, self._config)
+        self._book = ManifestBook()
+        self._heartbeat = Heartbeat(self._beat, self._config.heartbeat_s, self._config.jitter, instance_id)
+        self._num_beats = 0
+        self._stopped = asyncio.Event()
+        self._stop_reason = "stopped"
+        self._side_tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> WorkerState:
+        """What was commanded and is in progress."""
+        return self._state
+
+    def stop(self, reason: str = "stopped") -> None:
+        """Let `run` end: what runs may go on for `drain_s`. Idempotent; from the loop's thread."""
+        self._stop_reason = reason
+        self._stopped.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`. What runs then may go on for `drain_s`, is ended, and a goodbye is said.
+
+        Cancel: the same without the wait.
+        """
+        subscriptions = [self._bus.subscribe(p, Command, self._on_command, self._on_bad) for p in self._patterns]
+        unwatch = self._bus.watch_connection(self._on_connection)
+        drain_s = 0.0
+        async with asyncio.TaskGroup() as group:
+            heart = group.create_task(self._heartbeat.run())
+            try:
+                await self._try_barrier()
+                self.ready.set()
+                await self._stopped.wait()
+                drain_s = self._config.drain_s
+            finally:
+                unwatch()
+                for subscription in subscriptions:
+                    subscription.unsubscribe()
+                heart.cancel()
+                await self._close(drain_s)
+
+    async def observe(self) -> Observed:
+        """Ask the engine how it is, bounded."""
+        return await self._observer.observe()
+
+    def apply(self, event: Event) -> tuple[Action, ...]:
+        """Feed the state machine, publish what changed, and return what it wants done."""
+        before = self._state
+        self._state, actions = decide(before, event)
+        for fact in facts(before, self._state, self._bus.clock.now()):
+            if isinstance(fact, GenerationResumed) and fact.forced:
+                _log.warning("op %s forced a resume on %s weights", fact.op_id, before.weights.state.value)
+            self.answers.event(fact)
+        if is_visible(before, self._state):
+            self._heartbeat.soon()
+        return actions
+
+    def status(self) -> WorkerStatus:
+        """Commanded state beside what the engine said last."""
+        state, observed = self._state, self._observer.last
+        return WorkerStatus(
+            generation=observed.generation,
+            weights=state.weights,
+            pause=state.pause,
+            drift=drift(state, observed),
+            op_id=None if state.running is None else state.running.op_id,
+            epoch=state.epoch,
+            term=state.term,
+            num_refused_messages=self.answers.num_refused,
+        )
+
+    # --- messages: nothing below waits
+
+    def _on_command(self, command: Command, message: Message) -> None:
+        subject = subjects.parse_command(message.subject)
+        if subject is None or subject.route == ROUTES_QUERY:
+            self._on_undecodable(message, "the subject is no command's")
+            return
+        try:
+            self._take(command, message.reply, subject.route, subject.instance_id is not None)
+        except Exception:  # noqa: BLE001 - a bug of ours: logged, the sender gets `internal`, the agent lives on
+            _log.exception("taking %s %s failed", subject.route, command.op_id)
+            bug = fault(FaultCode.INTERNAL, "the agent failed; see its log")
+            self._refuse(command, message.reply, bug)
+
+    def _on_bad(self, error: DecodeError, message: Message) -> None:
+        self._on_undecodable(message, error.problem)
+
+    def _on_undecodable(self, message: Message, problem: str) -> None:
+        subject = subjects.parse_command(message.subject)
+        if subject is not None and subject.route == ROUTES_QUERY:
+            # Dynamo's query, {"method": "routes"}; its clients read the plain reply subject.
+            if message.reply is not None:
+                self.answers.publish(message.reply, self.descriptor)
+            return
+        why = bad_message(problem, len(message.data))
+        route = None if subject is None else subject.route
+        replies = () if message.reply is None else (message.reply,)
+        self.answers.refuse(find_op_id(message.data), replies, why, route, self._bus.clock.now())
+
+    def _on_connection(self, is_connected: bool) -> None:
+        if is_connected:
+            self._heartbeat.soon()
+
+    def _take(self, command: Command, reply: str | None, route: str, is_unicast: bool) -> None:
+        record = self.journal.find(command.op_id)
+        tensors, outside = (None, None) if record is not None else self._look_outside(command)
+        now = self._bus.clock.now()
+        arrived = Arrived(command, route, is_unicast, now, record, tensors, outside)
+        (action,) = self.apply(arrived)
+        match action:
+            case Ignore():
+                pass
+            case Refuse():
+                self._refuse(command, reply, action.fault)
+            case Join():
+                self._join(action.record, command, reply)
+            case Replay():
+                assert action.record.result is not None
+                self.answers.result(reply, action.record.result)
+            case AnswerNow():
+                self._answer_now(command, reply)
+            case Run():
+                record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
+                self._slot.begin(command, record, action.takes_back)
+
+    def _look_outside(self, command: Command) -> tuple[tuple[TensorSpec, ...] | None, Fault | None]:
+        """The manifest and the path that a command names, looked at only if it can run at all."""
+        if self._state.running is not None:
+            return None, None
+        match command.body:
+            case PrepareWeightsUpdate() as body:
+                tensors = self._book.get(body.manifest_digest)
+                if tensors is None:
+                    return None, None
+                return tensors, manifest_problem(self._engine, tensors, self.answers.max_bytes)
+            case LoadWeights() as body:
+                return None, path_problem(body.path, self._config.weight_roots)
+            case _:
+                return None, None
+
+    def _refuse(self, command: Command, reply: str | None, why: Fault) -> None:
+        replies = () if reply is None else (reply,)
+        self.answers.refuse(command.op_id, replies, why, route_of(command.body), self._bus.clock.now())
+
+    def _join(self, record: Record, command: Command, reply: str | None) -> None:
+        if not record.add_reply(reply):
+            busy = fault(FaultCode.BUSY, f"too many wait for op {record.op_id}", retryable=True, op_id=record.op_id)
+            self._refuse(command, reply, busy)
+        elif record.is_accepted:
+            self.answers.accepted(record.op_id, reply)
+
+    # --- what is done beside a mutation
+
+    def _answer_now(self, command: Command, reply: str | None) -> None:
+        match command.body:
+            case Hello():
+                self._heartbeat.soon()
+                self._answer(command, reply, StatusData(descriptor=self.descriptor, status=self.status()))
+            case GetVersion():
+                self._answer(command, reply, WeightsData(weights=self._state.weights))
+            case GetOutcome() as body:
+                self._answer_outcome(command, reply, body)
+            case PutManifest() as body:
+                self._put_manifest(command, reply, body)
+            case GetStatus() | AbortRequest() if len(self._side_tasks) >= MAX_SIDE_TASKS:
+                busy = fault(FaultCode.BUSY, f"{MAX_SIDE_TASKS} others wait for the engine", retryable=True)
+                self._refuse(command, reply, busy)
+            case GetStatus():
+                self._beside(self._answer_status(command, reply))
+            case AbortRequest() as body:
+                record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
+                record.is_accepted = True
+                self.answers.accepted(command.op_id, reply)
+                self._beside(self._abort(command, record, body))
+
+    def _answer(self, command: Command, reply: str | None, data: ResultData) -> None:
+        self.answers.result(reply, self.answers.build(command.op_id, ResultStatus.OK, data=data))
+
+    def _answer_outcome(self, command: Command, reply: str | None, body: GetOutcome) -> None:
+        record = self.journal.find(body.of_op_id)
+        if record is None:
+            unknown = fault(FaultCode.UNKNOWN_OP, f"no record of op {body.of_op_id}", op_id=body.of_op_id)
+            self._refuse(command, reply, unknown)
+            return
+        result = record.result
+        data = OutcomeData(
+            of_op_id=body.of_op_id,
+            running=result is None,
+            status=None if result is None else result.status,
+            fault=None if result is None else result.fault,
+        )
+        self._answer(command, reply, data)
+
+    def _put_manifest(self, command: Command, reply: str | None, body: PutManifest) -> None:
+        try:
+            self._book.add(body.page)
+        except FaultError as exc:
+            self._refuse(command, reply, exc.fault)
+            return
+        record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
+        result = self.answers.build(command.op_id, ResultStatus.OK)
+        self.journal.end(record, result)
+        self.answers.result(reply, result)
+
+    def _beside(self, run: Coroutine[Any, Any, None]) -> None:
+        """Own a task that waits for the engine beside a mutation."""
+        task = asyncio.get_running_loop().create_task(run)
+        self._side_tasks.add(task)
+        task.add_done_callback(self._side_tasks.discard)
+
+    async def _answer_status(self, command: Command, reply: str | None) -> None:
+        await self._observer.observe()
+        self._answer(command, reply, StatusData(descriptor=self.descriptor, status=self.status()))
+
+    async def _abort(self, command: Command, record: Record, body: AbortRequest) -> None:
+        async def abort() -> AbortedData:
+            return AbortedData(num_aborted=await self._engine.abort(body.request_ids))
+
+        call = EngineCall(abort(), body)
+        try:
+            cause = await call.wait(command.expires_at - self._bus.clock.now())
+            if cause is not None:
+                await call.give_up(None, 0.0, self._config.cancel_s)
+        finally:
+            call.task.cancel()
+        outcome = call.outcome(cause)
+        status = ResultStatus.OK if outcome.fault is None else ResultStatus.FAILED
+        took_s = asyncio.get_running_loop().time() - record.began_s
+        result = self.answers.build(command.op_id, status, fault=outcome.fault, data=outcome.data, took_s=took_s)
+        self.journal.end(record, result)
+        for address in record.replies:
+            self.answers.result(address, result)
+
+    # --- announcements and the end
+
+    async def _beat(self) -> None:
+        await self._observer.observe()
+        self._num_beats += 1
+        announcement = Announcement(
+            boot_id=self.boot_id,
+            seq=self._num_beats,
+            interval_s=self._config.heartbeat_s,
+            descriptor=self.descriptor,
+            status=self.status(),
+        )
+        self.answers.publish(self._subject, announcement)
+
+    async def _try_barrier(self) -> None:
+        try:
+            await self._bus.barrier(BARRIER_S)
+        except ConfigError:
+            raise
+        except RLBusError as exc:
+            # Not connected at the moment: subscriptions and announcements come with the reconnect.
+            _log.info("the bus doesn't echo: %s", exc)
+
+    async def _close(self, drain_s: float) -> None:
+        try:
+            await self._slot.drain(drain_s)
+        finally:
+            for task in self._side_tasks:
+                task.cancel()
+            if self._side_tasks:
+                await asyncio.wait(self._side_tasks, timeout=self._config.cancel_s)
+            await self._observer.aclose()
+            descriptor = self.descriptor
+            goodbye = Goodbye(
+                boot_id=self.boot_id,
+                component=descriptor.component,
+                instance_id=descriptor.instance_id,
+                reason=self._stop_reason,
+            )
+            self.answers.publish(self._subject, goodbye)
+            await self._try_barrier()

@@ -1,0 +1,141 @@
+"""A worker as a process: start the engine, join the bus, serve until told to stop, leave nothing behind.
+
+The order of the end matters: the agent says goodbye while the engine still stands, then the engine goes, then the
+connection. Each step runs even if the one before failed, and each is bounded.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from rlbus.config import BusConfig
+from rlbus.connecting import connect_bus
+from rlbus.errors import DeadlineError
+from rlbus.workers.agent import Agent
+from rlbus.workers.config import AgentConfig, Identity
+from rlbus.workers.engines.base import Engine
+
+_log = logging.getLogger("rlbus.workers")
+
+# How long an engine may take to start, in seconds; a large model from a slow disk takes minutes.
+DEFAULT_START_S = 1800.0
+# The engine contract says 10 s; more than that is a bug of the adapter, and the process goes anyway.
+ENGINE_CLOSE_S = 15.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def serve(
+    engine: Engine,
+    bus_config: BusConfig,
+    *,
+    component: str | None = None,
+    instance_id: str | None = None,
+    config: AgentConfig | None = None,
+    start_s: float = DEFAULT_START_S,
+    on_ready: Callable[[Agent], None] | None = None,
+    handle_signals: bool = True,
+) -> None:
+    """Run one worker until SIGTERM or SIGINT, or until `agent.stop()`. The CLI and vLLM-less adapters call it.
+
+    Args:
+        component, instance_id: who it is; None takes the environment's, or "backend" and a random id.
+        start_s: seconds that the engine may take to start.
+        on_ready: called with the agent once it can be reached on the bus.
+        handle_signals: False if somebody else owns the process.
+
+    Raises:
+        ConfigError: a name or a setting is wrong. BrokenError: no bus. DeadlineError: the engine didn't start in time.
+        EngineError: it failed to.
+    Cancel: as a stop without the time to drain.
+    """
+    identity = Identity.from_env(component=component, instance_id=instance_id)
+    agent_config = AgentConfig.from_env() if config is None else config
+    stop = _Stop()
+    with _signals(stop) if handle_signals else nullcontext():
+        try:
+            await _start(engine, start_s)
+            async with await connect_bus(bus_config, name=f"worker-{identity.component}-{identity.instance_id}") as bus:
+                stop.agent = agent = Agent(
+                    engine,
+                    bus,
+                    namespace=bus_config.namespace,
+                    component=identity.component,
+                    instance_id=identity.instance_id,
+                    config=agent_config,
+                )
+                await _run(agent, on_ready)
+        except asyncio.CancelledError:
+            if not stop.take_early():
+                raise
+        finally:
+            await _close(engine)
+
+
+async def _start(engine: Engine, start_s: float) -> None:
+    try:
+        async with asyncio.timeout(start_s):
+            await engine.start()
+    except TimeoutError as exc:
+        raise DeadlineError("starting the engine", start_s) from exc
+
+
+async def _run(agent: Agent, on_ready: Callable[[Agent], None] | None) -> None:
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(agent.run())
+        await agent.ready.wait()
+        descriptor = agent.descriptor
+        _log.info("worker %s/%s serves %s", descriptor.component, descriptor.instance_id, descriptor.model)
+        if on_ready is not None:
+            on_ready(agent)
+        await running
+
+
+async def _close(engine: Engine) -> None:
+    try:
+        async with asyncio.timeout(ENGINE_CLOSE_S):
+            await engine.aclose()
+    except TimeoutError:
+        _log.error("the engine did not close within %g s", ENGINE_CLOSE_S)
+
+
+class _Stop:
+    """What a signal does: stops the agent, or before there is one cancels the task that starts the engine."""
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self._task = asyncio.current_task()
+        self._is_early = False
+
+    def on_signal(self, name: str) -> None:
+        if self.agent is not None:
+            self.agent.stop(name)
+        elif self._task is not None:
+            self._is_early = True
+            self._task.cancel()
+
+    def take_early(self) -> bool:
+        """Whether the cancellation was a signal's; then it is used up, and `serve` ends as after any stop."""
+        if self._is_early and self._task is not None:
+            self._task.uncancel()
+        return self._is_early
+
+
+@contextmanager
+def _signals(stop: _Stop) -> Iterator[None]:
+    """While inside, a signal stops the worker; a second one ends the process the default way."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal(name: str) -> None:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+        stop.on_signal(name)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        yield
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
