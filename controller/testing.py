@@ -9,16 +9,18 @@ assert play.asked(Stage.FREE) == ["backend/1"]
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from rlbus.bus import Bus
+from rlbus.client import FleetClient
 from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import fault
+from rlbus.controller.report import Timings, update_report
 from rlbus.controller.service import Controller, Settings
 from rlbus.controller.spans import span_of
 from rlbus.controller.transaction import decide
@@ -27,6 +29,7 @@ from rlbus.controller.update_state import (
     Ask,
     Began,
     Candidate,
+    Drop,
     Event,
     Plan,
     Sender,
@@ -45,9 +48,11 @@ from rlbus.schemas import (
     FaultCode,
     Generation,
     JoinedData,
+    MemberView,
     Outcome,
     ReceivedData,
     Rendezvous,
+    Report,
     ResultData,
     TensorSpec,
     TensorSum,
@@ -61,7 +66,11 @@ from rlbus.schemas import (
     split_worker_id,
 )
 from rlbus.testing import LoopClock, MemoryBroker, sequential_ids
+from rlbus.trainer import Trainer
+from rlbus.transfer.fake import FakePlane, FakeSource
 from rlbus.transfer.manifest import digest, num_bytes, pages
+
+W = TypeVar("W")
 
 TENSORS = (
     TensorSpec(name="a", dtype="float32", shape=(4,)),
@@ -159,8 +168,7 @@ class Play:
 
     def trainer(self) -> None:
         """The trainer does what it was told."""
-        assert self.state.group is not None
-        epoch = self.state.group.plan.epoch
+        epoch = 0 if self.state.group is None else self.state.group.plan.epoch
         if self.state.sender is Sender.JOINING:
             self.feed(SenderJoined(epoch))
         elif self.state.sender is Sender.SENDING:
@@ -195,6 +203,15 @@ class Play:
         """What the trainer was told of this kind."""
         return [a.message for a in self.actions if isinstance(a, Tell) and isinstance(a.message, kind)]
 
+    def report(self) -> Report:
+        """How it ended, after everybody did what was asked."""
+        self.to(Stage.DONE)
+        return update_report(self.state, Timings())
+
+    def steps(self) -> list[str]:
+        """Everything that was decided, in order and in short."""
+        return [_short(action) for action in self.actions]
+
     def _ok(self, worker: WorkerId) -> StepAnswer:
         if self.state.stage is Stage.JOIN:
             assert self.state.group is not None
@@ -208,6 +225,21 @@ class Play:
         if self.state.stage is Stage.SETTLE:
             return weights_are(WeightsState.DIRTY)
         return StepAnswer(Outcome.OK)
+
+
+def _short(action: Action) -> str:
+    match action:
+        case Ask():
+            return action.step
+        case Drop():
+            return f"drop {action.step}"
+        case Tell():
+            return f"tell {action.message.__struct_config__.tag}"
+
+
+def outcomes_of(report: Report) -> dict[str, tuple[str, str]]:
+    """Per worker: how it ended, and in which phase."""
+    return {o.worker: (o.outcome.value, o.phase) for o in report.outcomes}
 
 
 def announcement(worker: str, *, boot_id: str = "boot", seq: int = 1, **changes: Any) -> Announcement:
@@ -251,3 +283,48 @@ async def controller_on_bus(
             await asyncio.wait({running})
             if not running.cancelled():
                 running.result()
+
+
+@dataclass(slots=True)
+class Fleet(Generic[W]):
+    """A controller, workers, and who asks: all on one bus in memory. `plane` is the trainer's data plane."""
+
+    broker: MemoryBroker
+    controller: Controller
+    workers: list[W]
+    client: FleetClient
+    trainer: Trainer
+    plane: FakePlane
+
+    async def update(self, step: int, tensors: Sequence[TensorSpec], **options: Any) -> Report:
+        """Give the fleet version 0.`step`; a report that isn't ok is returned, not raised."""
+        update = await self.trainer.update_weights(FakeSource(tensors), version=step, check=False, **options)
+        return update.report
+
+    async def members(self) -> dict[WorkerId, MemberView]:
+        """The controller's view, by worker."""
+        view = await self.client.status()
+        return {m.worker: m for m in view.members}
+
+
+@asynccontextmanager
+async def fleet_on_bus(
+    workers: Sequence[Callable[[MemoryBroker], AbstractAsyncContextManager[W]]],
+    *,
+    namespace: str = "test",
+    settings: Settings | None = None,
+    plane: FakePlane | None = None,
+) -> AsyncIterator[Fleet[W]]:
+    """Start a controller and then `workers` (each a function from the broker to a context), and wait for all."""
+    broker = MemoryBroker()
+    plane = FakePlane() if plane is None else plane
+    async with AsyncExitStack() as stack:
+        controller = await stack.enter_async_context(controller_on_bus(broker, namespace, settings=settings))
+        bus = Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids("op"))
+        await stack.enter_async_context(bus)
+        running = [await stack.enter_async_context(worker(broker)) for worker in workers]
+        client = FleetClient(bus, namespace, caller="test")
+        fleet = Fleet(broker, controller, running, client, Trainer(bus, namespace, plane), plane)
+        if running:
+            await client.wait_ready(num_workers=len(running), deadline_s=30.0)
+        yield fleet

@@ -41,14 +41,15 @@ class Patience:
 
     `silence_s`: without any reply, then the request is sent again (the controller speaks at least every second).
     `first_answer_s`: until the first reply; `lost_s`: since the last one, when the controller had spoken before.
-    `grace_s`: beyond the request's deadline, for the reply to travel. `retry_s`: between two sends.
+    `grace_s`: beyond the request's deadline, in which the controller undoes what was begun (it takes at most 30 s and
+    an ack limit for that, and tells progress all the while). `retry_s`: between two sends.
     `awaits_controller`: that nobody listens is no error until the deadline (whoever waits for a fleet to come up).
     """
 
     silence_s: float = 5.0
     first_answer_s: float = 15.0
     lost_s: float = 30.0
-    grace_s: float = 5.0
+    grace_s: float = 40.0
     retry_s: float = 0.5
     awaits_controller: bool = False
 

@@ -34,15 +34,18 @@ def decode(data: bytes, as_type: type[T] | Any, subject: str) -> T:
     Raises:
         DecodeError: it doesn't parse, or is over MAX_MESSAGE_BYTES; names the subject, the type and the field.
     """
-    name = getattr(as_type, "__name__", "message")
     if len(data) > MAX_MESSAGE_BYTES:
-        raise DecodeError(subject, name, f"{len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES}")
+        raise DecodeError(subject, _name(as_type), f"{len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES}")
     decoder = _decoders.get(as_type)
     if decoder is None:
         decoder = _decoders[as_type] = msgspec.json.Decoder(as_type)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except msgspec.MsgspecError as exc:
-        raise DecodeError(subject, name, str(exc)) from exc
+        raise DecodeError(subject, _name(as_type), str(exc)) from exc
     except (RecursionError, UnicodeDecodeError) as exc:
-        raise DecodeError(subject, name, f"{type(exc).__name__}") from exc
+        raise DecodeError(subject, _name(as_type), f"{type(exc).__name__}") from exc
+
+
+def _name(as_type: Any) -> str:
+    return getattr(as_type, "__name__", "message")

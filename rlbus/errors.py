@@ -211,6 +211,11 @@ class PartialError(RLBusError):
 
 
 _CLASS_OF_CODE: dict[FaultCode, type[FaultError]] = {
+    FaultCode.BAD_MESSAGE: RefusedError,
+    FaultCode.TOO_LARGE: RefusedError,
+    FaultCode.NO_ROUTE: RefusedError,
+    FaultCode.NOT_A_MEMBER: RefusedError,
+    FaultCode.UNKNOWN_OP: RefusedError,
     FaultCode.BUSY: BusyError,
     FaultCode.NO_WORKER: NoWorkerError,
     FaultCode.EXPIRED: StaleError,
@@ -231,8 +236,10 @@ _CLASS_OF_CODE: dict[FaultCode, type[FaultError]] = {
 
 
 def error_from_fault(fault: Fault, who: str = "") -> FaultError:
-    """The exception for a fault that somebody answered with; codes without a class of their own are RefusedError."""
-    return _CLASS_OF_CODE.get(fault.code, RefusedError)(fault, who)
+    """The exception for a fault that somebody answered with. Its class says whether something may have changed: only a
+    RefusedError promises that nothing has.
+    """
+    return _CLASS_OF_CODE.get(fault.code, FaultError)(fault, who)
 
 
 def refused(code: FaultCode, message: str, *, retryable: bool = False, **detail: object) -> FaultError:

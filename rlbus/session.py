@@ -1,16 +1,21 @@
 """`rlbus.connect`: one connection to the bus, and everything that hangs on it."""
 
+import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
 
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
 from rlbus.config import BusConfig
-from rlbus.errors import ClosedError, ConfigError
+from rlbus.errors import BrokenError, ClosedError, ConfigError
 from rlbus.trainer import Trainer
 from rlbus.transfer.plane import SenderPlane
+
+DATAGRAM = socket.SOCK_DGRAM
 
 
 def default_caller(kind: str) -> str:
@@ -24,10 +29,12 @@ class Session:
     `bus` is the typed bus, `fleet` the client of the controller.
     """
 
-    def __init__(self, bus: Bus, namespace: str, *, caller: str | None = None) -> None:
+    def __init__(self, bus: Bus, namespace: str, *, caller: str | None = None, host: str | None = None) -> None:
         self.bus = bus
         self.namespace = namespace
         self._caller = caller
+        # Our address as the bus sees it; None: everything is on this machine.
+        self._host = host
         self.fleet = FleetClient(bus, namespace, caller=default_caller("python") if caller is None else caller)
         self._trainers: list[Trainer] = []
         self._is_closed = False
@@ -37,7 +44,7 @@ class Session:
 
         Args:
             backend: "gloo", "nccl", or "auto" (nccl when torch sees a GPU).
-            host: the address under which workers reach this process; None finds the one that leads to the bus.
+            host: the address under which workers reach this process; None is the one that leads to the bus server.
             plane: a data plane of your own, instead of torch's process groups.
 
         Raises:
@@ -46,7 +53,7 @@ class Session:
         if self._is_closed:
             raise ClosedError("session")
         if plane is None:
-            plane = _torch_plane(backend, host)
+            plane = _torch_plane(backend, self._host if host is None else host)
         caller = default_caller("trainer") if self._caller is None else self._caller
         trainer = Trainer(self.bus, self.namespace, plane, caller=caller)
         self._trainers.append(trainer)
@@ -94,11 +101,33 @@ async def connect(
     from rlbus.connecting import connect_bus
 
     name = default_caller("python") if caller is None else caller
-    session = Session(await connect_bus(config, name=name), config.namespace, caller=caller)
+    bus = await connect_bus(config, name=name)
+    try:
+        host = await _address_towards(config)
+    except BaseException:
+        await bus.aclose()
+        raise
+    session = Session(bus, config.namespace, caller=caller, host=host)
     try:
         yield session
     finally:
         await session.aclose()
+
+
+async def _address_towards(config: BusConfig) -> str | None:
+    """Our own address on the way to the bus server, where workers can be expected to reach us; None on loopback."""
+    server = urlsplit(config.servers[0])
+    assert server.hostname is not None
+    try:
+        async with asyncio.timeout(config.connect_s):
+            found = await asyncio.get_running_loop().getaddrinfo(server.hostname, server.port or 4222, type=DATAGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # a datagram socket: this asks the routing table, and sends nothing
+            own = str(probe.getsockname()[0])
+    except (OSError, TimeoutError) as exc:
+        raise BrokenError(server.hostname, f"no way to its address: {exc or 'time-out'}") from exc
+    return None if ipaddress.ip_address(own).is_loopback else own
 
 
 def _torch_plane(backend: str, host: str | None) -> SenderPlane:

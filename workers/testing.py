@@ -8,7 +8,7 @@ async with worker_on_bus(FakeEngine()) as rig:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from rlbus.schemas import (
     Command,
     CommandBody,
     CommitWeights,
+    FaultCode,
     GroupPlan,
     InitGroup,
     PauseGeneration,
@@ -34,6 +35,8 @@ from rlbus.schemas import (
     ReceiveWeights,
     Rendezvous,
     Result,
+    ResultStatus,
+    ResumeGeneration,
     TensorSpec,
     Version,
     WorkerAnswer,
@@ -41,11 +44,12 @@ from rlbus.schemas import (
     WorkerMessage,
     route_of,
 )
-from rlbus.testing import LoopClock, MemoryBroker, sequential_ids
+from rlbus.testing import LoopClock, MemoryBroker, run, sequential_ids
 from rlbus.transfer.manifest import digest, pages
 from rlbus.workers.agent import Agent
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.fake import FakeEngine
+from rlbus.workers.engines.fake_script import FakeScript, Step
 
 NAMESPACE = "test"
 COMPONENT = "backend"
@@ -235,3 +239,37 @@ async def worker_on_bus(
             agent.stop()
             await running
             await engine.aclose()
+
+
+def on_worker(
+    scenario: Callable[[Rig], Coroutine[Any, Any, None]],
+    steps: Mapping[str, Mapping[int, Step]] | None = None,
+    config: AgentConfig | None = None,
+) -> None:
+    """Run a scenario against one worker with a scripted engine, in virtual time.
+
+    Raises AssertionError also if the engine saw its contract violated.
+    """
+
+    async def main() -> None:
+        engine = FakeEngine(FakeScript({} if steps is None else steps))
+        async with worker_on_bus(engine, config=config) as rig:
+            await scenario(rig)
+        assert engine.violations == []
+
+    run(main())
+
+
+def code_of(result: Result) -> FaultCode | None:
+    """The fault code of a result."""
+    return None if result.fault is None else result.fault.code
+
+
+async def updated(rig: Rig, version: Version, op_id: str = "u", epoch: int = 1) -> None:
+    """A whole update that goes well, up to resume."""
+    tensors = rig.engine.tensors
+    await rig.until_paused(version, tensors, op_id, epoch)
+    received = await rig.receive(version, tensors, op_id, epoch).result()
+    committed = await rig.commit(version, op_id)
+    resumed = await rig.send(ResumeGeneration(), op_id=f"{op_id}-resume")
+    assert {r.status for r in (received, committed, resumed)} == {ResultStatus.OK}

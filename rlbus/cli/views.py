@@ -19,7 +19,7 @@ from rlbus.schemas import (
     WorkerOutcome,
 )
 
-HOW_TO_START = "start one with `rlbus worker fake`, `rlbus worker torch` or `rlbus worker vllm MODEL`"
+HOW_TO_START = "start one with `rlbus worker fake`, `rlbus worker torch DIR` or `rlbus worker vllm MODEL`"
 
 
 def show_workers(out: Output, view: FleetView) -> None:
@@ -44,8 +44,13 @@ def show_status(out: Output, view: FleetView) -> None:
     if view.members:
         num_admitted = sum(member.admitted for member in view.members)
         ranks = sum(m.descriptor.world_size for m in view.members if m.liveness is Liveness.ALIVE)
-        out.line(f"{len(view.members)} workers, {num_admitted} admitted, {ranks} live ranks")
+        out.line(f"{counted(len(view.members), 'worker')}, {num_admitted} admitted, {counted(ranks, 'live rank')}")
     show_workers(out, view)
+
+
+def counted(count: int, what: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def warnings_of(member: MemberView, now: float) -> list[str]:
@@ -97,7 +102,8 @@ def _member_row(member: MemberView, now: float) -> Sequence[str]:
 def show_report(out: Output, report: Report) -> None:
     """How an op ended, one line per worker, and the seconds of each phase of a longer one."""
     num_ok = sum(outcome.outcome is Outcome.OK for outcome in report.outcomes)
-    text = f"{report.op}: {report.status.value}, {num_ok} of {len(report.outcomes)} workers, {report.took_s:.2f} s"
+    workers = counted(len(report.outcomes), "worker")
+    text = f"{report.op}: {report.status.value}, {num_ok} of {workers}, {report.took_s:.2f} s"
     if report.version is not None:
         text += f", version {report.version}"
     out.line(text)
@@ -105,7 +111,8 @@ def show_report(out: Output, report: Report) -> None:
         out.table(("WORKER", "OUTCOME", "PHASE", "SECONDS", "RESULT"), [_outcome_row(o) for o in report.outcomes])
     if len(report.phases_s) > 1:
         phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in report.phases_s.items())
-        out.line(f"seconds: {phases}  (engines stood still for {report.paused_s:.2f})")
+        paused = f"  (engines stood still for {report.paused_s:.2f})" if report.paused_s > 0 else ""
+        out.line(f"seconds: {phases}{paused}")
 
 
 def _outcome_row(outcome: WorkerOutcome) -> Sequence[str]:

@@ -50,10 +50,11 @@ class Group(Protocol):
         """Where buffers have to lie."""
         ...
 
-    def broadcast(self, buffer: Tensor) -> None:
+    def broadcast(self, buffer: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Send a contiguous uint8 row from rank 0 into the buffers of all others, which have the same size.
 
-        A receiver must know the size for certain: Gloo ends the process when more comes than fits.
+        A receiver must know the size for certain: Gloo ends the process when more comes than fits. `meanwhile` is
+        called while the bytes travel; rank 0 may read `buffer` in it.
         Raises: TransferError: a member went away, the time is over, or the group was aborted.
         """
         ...
@@ -121,11 +122,11 @@ def prove(group: Group) -> None:
 def _former(plan: GroupPlan, device: torch.device) -> Callable[[Meeting, int], Group]:
     """How a group of the plan's backend is formed. Each backend is imported when it is wanted."""
     if plan.backend == "gloo":
-        from rlbus.transfer.gloo import GlooGroup
+        from rlbus.transfer.gloo_group import GlooGroup
 
         return lambda meeting, rank: GlooGroup(plan, rank, meeting)
     if plan.backend == "nccl":
-        from rlbus.transfer.nccl import NcclGroup, check_nccl
+        from rlbus.transfer.nccl_group import NcclGroup, check_nccl
 
         check_nccl(device)
         return lambda meeting, rank: NcclGroup(plan, rank, device, meeting)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rlbus.errors import ConfigError, TransferError
 from rlbus.schemas import GroupPlan

@@ -119,6 +119,11 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
         self._token = token
         self._buffer_bytes = min(capacity(bucket_bytes), padded_bytes(sizes))
         self._buffer: Tensor | None = None
+        # The tensor that is being assembled, as bytes; how many are in its checksum, and how many came after those.
+        self._row = torch.empty(0, dtype=torch.uint8, device=group.device)
+        self._running = RunningChecksum(group.device)
+        self._num_summed = 0
+        self._num_unsummed = 0
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=group.device)
         self._tensors = self._assemble(plan_buckets(sizes, bucket_bytes))
 
@@ -141,7 +146,8 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
         except TransferError as exc:
             self._break(exc)
             raise
-        except Exception as exc:  # noqa: BLE001 - e.g. no memory; whoever called `receive` gets it as the cause
+        except Exception as exc:
+            # E.g. no memory; whoever called `receive` gets it as the cause.
             broken = TransferError("receive", f"{type(exc).__name__}: {exc}")
             self._break(broken)
             raise broken from exc
@@ -181,12 +187,21 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
         """A bucket that is a part of one tensor: received where it belongs."""
         piece = bucket.pieces[0]
         self._open(piece)
-        part = self._row[piece.offset : piece.offset + piece.num_bytes]
-        self._take(bucket, part)
-        self._running.update(part)
-        del part
+        self._take(bucket, self._row[piece.offset : piece.offset + piece.num_bytes], self._sum_up)
+        self._num_unsummed += piece.num_bytes
         if piece.is_last:
+            self._sum_up()
             yield self._finish(piece)
+
+    def _sum_up(self) -> None:
+        """Add to the checksum what came last of a tensor that takes several buckets. While the next one travels, or,
+        after the last, before the tensor is handed out.
+        """
+        if self._num_unsummed:
+            part = self._row[self._num_summed : self._num_summed + self._num_unsummed]
+            self._running.update(part)
+            self._num_summed += self._num_unsummed
+            self._num_unsummed = 0
 
     def _open(self, piece: Piece) -> None:
         """Make room for the tensor that begins with `piece`."""
@@ -194,6 +209,7 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
             size = num_bytes(self._specs[piece.tensor])
             self._row = torch.empty(size, dtype=torch.uint8, device=self._group.device)
             self._running = RunningChecksum(self._group.device)
+            self._num_summed = self._num_unsummed = 0
 
     def _finish(self, piece: Piece) -> tuple[str, Tensor]:
         """The tensor that ends with `piece`; nothing here refers to its memory any more."""
@@ -210,9 +226,9 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
             raise _SenderGaveUpError("receive", f"the sender gave up: {header.give_up}")
         check_header(header, Header(self._token, bucket.index, bucket.num_bytes))
 
-    def _take(self, bucket: Bucket, into: Tensor) -> None:
+    def _take(self, bucket: Bucket, into: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         if into.numel():
-            self._group.broadcast(into)
+            self._group.broadcast(into, meanwhile)
         self._done += sum(piece.num_bytes for piece in bucket.pieces)
         self._on_progress(self._done, self.total)
 

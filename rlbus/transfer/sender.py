@@ -6,7 +6,8 @@ bounded by buckets: a DTensor, which its source gathers whole, one at a time.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,17 +56,20 @@ def send(
         except TransferError as exc:
             _give_up(group, token, bucket.index, exc.problem)
             raise
-        _broadcast(group, Header(token, bucket.index, bucket.num_bytes), data)
+        header = Header(token, bucket.index, bucket.num_bytes)
+        _broadcast(group, header, data, meanwhile=partial(outgoing.sum_up, bucket, data))
         done += sum(piece.num_bytes for piece in bucket.pieces)
         on_progress(done, total)
     return Sent(num_bytes=total, num_tensors=len(specs), sums=tuple(outgoing.sums), send_s=time.monotonic() - began)
 
 
-def _broadcast(group: Group, header: Header, data: Tensor) -> None:
+def _broadcast(group: Group, header: Header, data: Tensor, meanwhile: Callable[[], None]) -> None:
     try:
         group.broadcast(_header_row(group, header))
         if data.numel():
-            group.broadcast(data)
+            group.broadcast(data, meanwhile)
+        else:
+            meanwhile()
     except TransferError as exc:
         group.abort(exc.problem)
         raise
@@ -89,7 +93,7 @@ class _Outgoing:
     def __init__(
         self, device: torch.device, source: WeightSource, specs: Sequence[TensorSpec], buffer_bytes: int
     ) -> None:
-        # In manifest order; complete when the last bucket was filled.
+        # In manifest order; complete when the last bucket was summed up.
         self.sums: list[TensorSum] = []
         self._device = device
         self._specs = specs
@@ -107,16 +111,23 @@ class _Outgoing:
         Raises: TransferError: the source isn't what was announced, or raised.
         """
         if len(bucket.pieces) == 1:
-            row = self._single(bucket.pieces[0])
-            self._sum_up(bucket.pieces[0], row)
-            return row
+            return self._single(bucket.pieces[0])
         row = self._row(bucket.num_bytes)
         for piece in bucket.pieces:
             self._open(piece)
             part = row[piece.at : piece.at + piece.num_bytes]
             _copy(self._tensor, piece.offset, part)
-            self._sum_up(piece, part)
         return row
+
+    def sum_up(self, bucket: Bucket, row: Tensor) -> None:
+        """Add what `fill` returned for `bucket` to the checksums: of the bytes as they are sent."""
+        for piece in bucket.pieces:
+            if piece.offset == 0:
+                self._running = RunningChecksum(self._device)
+            self._running.update(row[piece.at : piece.at + piece.num_bytes])
+            if piece.is_last:
+                name = self._specs[piece.tensor].name
+                self.sums.append(TensorSum(name=name, checksum=self._running.hexdigest()))
 
     def _single(self, piece: Piece) -> Tensor:
         """A bucket of one piece: the tensor's own memory if that can be sent, else a copy of the piece."""
@@ -136,13 +147,6 @@ class _Outgoing:
     def _open(self, piece: Piece) -> None:
         if piece.offset == 0:
             self._tensor = next(self._tensors)
-            self._running = RunningChecksum(self._device)
-
-    def _sum_up(self, piece: Piece, part: Tensor) -> None:
-        self._running.update(part)
-        if piece.is_last:
-            name = self._specs[piece.tensor].name
-            self.sums.append(TensorSum(name=name, checksum=self._running.hexdigest()))
 
 
 def _copy(tensor: Tensor, offset: int, out: Tensor) -> None:
@@ -194,6 +198,7 @@ def _guarded(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
             return
         except RLBusError as exc:
             raise TransferError("send", f"the source failed: {exc}") from exc
-        except Exception as exc:  # noqa: BLE001 - user code; the trainer gets it as the cause
+        except Exception as exc:
+            # User code; the trainer gets it as the cause.
             raise TransferError("send", f"the source raised {type(exc).__name__}: {exc}") from exc
         yield pair

@@ -122,7 +122,7 @@ def _spec(name: str, tensor: Tensor) -> TensorSpec:
 
 def _whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.full_tensor() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _is_distributed(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rlbus.errors import ClosedError, ConfigError, TransferError
 from rlbus.schemas import GroupPlan, Rendezvous, TensorSpec, Version
@@ -187,7 +187,7 @@ class TorchPlane:
         if self._work is not None and not self._work.done():
             raise TransferError(name, "this data plane is still busy with a join or send")
         task: asyncio.Task[T] = asyncio.ensure_future(run_in_thread(work, name=f"rlbus {name}"))
-        self._work = task  # type: ignore[assignment]
+        self._work = task
         task.add_done_callback(self._ended)
         # Shielded, so that `leave` can await the thread also after its caller was cancelled.
         return await asyncio.shield(task)
@@ -201,6 +201,7 @@ class TorchPlane:
 
 async def _watch(group: Group) -> None:
     """Break the group when one collective takes longer than it may. Torch's own time-out normally comes first."""
-    while group.busy_s() < group.timeout_s + WATCHDOG_GRACE_S:
+    while True:
         await asyncio.sleep(_WATCH_S)
-    group.abort("the watchdog: a collective ignored its time-out")
+        if group.busy_s() > group.timeout_s + WATCHDOG_GRACE_S:
+            group.abort("the watchdog: a collective ignored its time-out")

@@ -6,13 +6,14 @@ without a group, and with clean weights.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlbus.schemas import GroupPlan, TensorSpec, TensorSum, Version
+from rlbus.schemas import GroupPlan, PauseMode, ReceivedData, TensorSpec, TensorSum, Version
 from rlbus.workers.engines.base import Engine, ReceiveOrder
 
 
@@ -126,7 +127,8 @@ class CaseRunner:
         # Opened and closed by one task: a TaskGroup inside `open` may not be left by another one.
         self._opened, self._stop, self._host = opened, stop, loop.create_task(host())
         async with asyncio.timeout(self.case.open_s):
-            await asyncio.wait({opened, self._host}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {opened, self._host}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not opened.done():
                 await self._host
 
@@ -154,3 +156,123 @@ class CaseRunner:
         self._stop.set()
         async with asyncio.timeout(self.case.open_s):
             await host
+
+
+# --- steps that the tests are made of
+
+# Two versions with different weights, a prompt, and the size of a bucket.
+A, B = Version(step=1), Version(step=2)
+PROMPT = (5, 6, 7, 8)
+BUCKET_BYTES = 1 << 16
+_epochs = itertools.count(1)
+_requests = itertools.count(1)
+
+
+def new_epoch() -> int:
+    """Larger than all before."""
+    return next(_epochs)
+
+
+class Stream:
+    """A request in flight."""
+
+    def __init__(self, opened: OpenedEngine, num_tokens: int) -> None:
+        self.request_id = f"request-{next(_requests)}"
+        # Tokens seen so far.
+        self.num_tokens = 0
+        self.first = asyncio.Event()
+        generating = opened.generate(PROMPT, num_tokens, self.request_id, self._on_token)
+        self.task = asyncio.get_running_loop().create_task(generating)
+
+    def _on_token(self) -> None:
+        self.num_tokens += 1
+        self.first.set()
+
+
+async def begin(opened: OpenedEngine, num_tokens: int) -> Stream:
+    """A request that has its first token."""
+    stream = Stream(opened, num_tokens)
+    await stream.first.wait()
+    return stream
+
+
+async def tokens(opened: OpenedEngine, num_tokens: int = 12, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
+    """What the engine generates now."""
+    generated = await opened.generate(prompt, num_tokens, f"request-{next(_requests)}")
+    assert generated.finish == "length"
+    return generated.tokens
+
+
+@asynccontextmanager
+async def paused(opened: OpenedEngine, mode: PauseMode = PauseMode.ABORT) -> AsyncIterator[None]:
+    """Paused inside, running outside."""
+    await opened.engine.pause(mode, True)
+    try:
+        yield
+    finally:
+        await opened.engine.resume()
+
+
+@asynccontextmanager
+async def grouped(opened: OpenedEngine) -> AsyncIterator[int]:
+    """Joined inside; yields the epoch."""
+    plan = await opened.plan(new_epoch())
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(opened.join_sender(plan))
+            joined = await opened.engine.join_group(plan, plan.spans[0])
+        span = plan.spans[0]
+        assert joined.epoch == plan.epoch
+        assert joined.ranks == tuple(range(span.first, span.first + span.num_ranks))
+        assert joined.world_size == plan.world_size
+        yield plan.epoch
+    finally:
+        await opened.engine.leave_group()
+        await opened.leave_sender()
+
+
+def order(opened: OpenedEngine, epoch: int, version: Version) -> ReceiveOrder:
+    """The transfer of `version`."""
+    return ReceiveOrder(f"update-{epoch}", epoch, version, opened.tensors(), BUCKET_BYTES)
+
+
+async def transfer(
+    opened: OpenedEngine, epoch: int, version: Version, num_tensors: int | None = None
+) -> tuple[ReceivedData, tuple[TensorSum, ...], list[int]]:
+    """Send and receive; the received data, the sent sums, and the progress."""
+    progress: list[int] = []
+    receiving = await begin_receive(opened, epoch, version, progress)
+    sent = await opened.send(order(opened, epoch, version), num_tensors)
+    return await receiving, sent, progress
+
+
+async def begin_receive(
+    opened: OpenedEngine, epoch: int, version: Version, progress: list[int] | None = None
+) -> "asyncio.Task[ReceivedData]":
+    """The receiving half, standing ready. Raises what it raised if it failed before that."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    counts: list[int] = [] if progress is None else progress
+
+    def on_ready() -> None:
+        loop.call_soon_threadsafe(ready.set_result, None)
+
+    receive = opened.engine.receive_weights(
+        order(opened, epoch, version), on_ready, lambda done, _: counts.append(done)
+    )
+    receiving = loop.create_task(receive)
+    waited: set[asyncio.Future[Any]] = {receiving, ready}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    if not ready.done():
+        await receiving
+    return receiving
+
+
+async def update(opened: OpenedEngine, version: Version) -> None:
+    """A whole update to `version`, flushed, running afterwards."""
+    async with paused(opened):
+        async with grouped(opened) as epoch:
+            received, sent, _ = await transfer(opened, epoch, version)
+            assert received.sums == sent
+            await opened.engine.finish_update(version)
+        await opened.engine.flush_cache()

@@ -84,18 +84,20 @@ class FakeEngine:
         self._feed = feed
         self._script = FakeScript() if script is None else script
         self._info = EngineInfo("fake", model, world_size, routes, ("fake",), completions_url=completions_url)
-        self._tensors = tuple(tensors)
+        self.tensors = tuple(tensors)
         self.calls: deque[str] = deque(maxlen=MAX_CALLS)
         self.violations: list[str] = []
         self._num_calls: dict[str, int] = {}
         # Which version each tensor's bytes belong to; more than one value means torn.
-        self.held: dict[str, Version] = {spec.name: INITIAL for spec in self._tensors}
+        self.held: dict[str, Version] = {spec.name: INITIAL for spec in self.tensors}
         self._signature = self._sign()
         self.label: Version | None = None
         self.epoch: int | None = None
         self.session: ReceiveOrder | None = None
         self._is_received = False
         self._is_dead = False
+        # Set by `aclose`.
+        self.is_closed = False
         # Set when a hanging call is to be let go.
         self._released = asyncio.Event()
         self.requests = Scheduler(lambda: self._signature, step_s)
@@ -111,6 +113,7 @@ class FakeEngine:
 
     async def aclose(self) -> None:
         """See `Engine`."""
+        self.is_closed = True
         self._released.set()
         await self.requests.aclose()
 
@@ -144,7 +147,7 @@ class FakeEngine:
     def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
         """See `Engine`."""
         self._note("check_manifest")
-        compare(self._tensors, tensors)
+        compare(self.tensors, tensors)
 
     async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
         """See `Engine`. There is no collective: the plan is believed."""
@@ -211,7 +214,7 @@ class FakeEngine:
             content = Version(**json.loads(text))
         except (OSError, ValueError, TypeError) as exc:
             raise UpdateFailedError(_failed(f"{path}: {type(exc).__name__}"), weights_touched=False) from exc
-        for index, spec in enumerate(self._tensors):
+        for index, spec in enumerate(self.tensors):
             if index == step.after_parts and step.fault is not None:
                 raise UpdateFailedError(step.fault, _claim(step, index > 0))
             if index == step.after_parts:
@@ -222,7 +225,7 @@ class FakeEngine:
     async def checksums(self) -> ChecksumsData:
         """See `Engine`."""
         await self._play("checksums")
-        return ChecksumsData(algorithm="fake", sums=tuple(self._sum(spec, None) for spec in self._tensors))
+        return ChecksumsData(algorithm="fake", sums=tuple(self._sum(spec, None) for spec in self.tensors))
 
     # --- beyond the seam, for tests and simulations
 

@@ -85,8 +85,7 @@ class Scheduler:
             while self.running:
                 await self._next_change()
         self._is_draining = False
-        while self.is_in_step:
-            await self._next_change()
+        pass
         num_aborted = self.abort(None) if mode is PauseMode.ABORT else 0
         if clear_cache:
             self.flush()

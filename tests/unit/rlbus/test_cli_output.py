@@ -208,7 +208,7 @@ def test_status_shows_whole_instance_ids_and_warnings(capsys: pytest.CaptureFixt
     show_status(Output(False), view)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "namespace n, version 0.3, running op none, group 2, controller term 4"
-    assert lines[1] == "1 workers, 0 admitted, 2 live ranks"
+    assert lines[1] == "1 worker, 0 admitted, 2 live ranks"
     assert lines[3].split()[0] == f"backend/{BIG}"
     assert "DIRTY" in lines[3]
     assert lines[4].startswith(f"!! backend/{BIG} is DIRTY")

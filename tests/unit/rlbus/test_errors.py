@@ -105,10 +105,10 @@ def test_deadline_and_config_errors_are_also_the_builtin_kind() -> None:
 
 @pytest.mark.parametrize("code", list(FaultCode))
 def test_every_code_maps_to_a_class_that_carries_the_fault(code: FaultCode) -> None:
-    """Faults of tried-and-failed kind without a class of their own are plain FaultErrors of the table's default."""
+    """Faults without a class of their own are plain FaultErrors: they promise nothing about what changed."""
     fault = Fault(code=code, message="m")
     error = errors.error_from_fault(fault, "decode/1")
-    assert type(error) is CLASS_OF_CODE.get(code, errors.RefusedError)
+    assert type(error) is CLASS_OF_CODE.get(code, errors.FaultError)
     assert (error.fault, error.code, error.who) == (fault, code, "decode/1")
 
 

@@ -24,7 +24,7 @@ from rlbus.schemas import (
     WeightsState,
     WorkerId,
 )
-from rlbus.session import Session, connect
+from rlbus.session import Session, _address_towards, connect
 from rlbus.testing import LoopClock, MemoryBroker, run
 from rlbus.trainer import Trainer
 from rlbus.transfer.fake import FakePlane, FakePlaneScript, FakeSource
@@ -256,7 +256,7 @@ def test_a_closed_session_makes_no_trainer(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def body() -> None:
         plane = FakePlane()
-        async with connect("nats://h:1", namespace="prod", token="secret", connect_s=2.0) as session:
+        async with connect("nats://127.0.0.1:1", namespace="prod", token="secret", connect_s=2.0) as session:
             session.trainer(plane=plane)
             assert (session.namespace, session.fleet.namespace) == ("prod", "prod")
         with pytest.raises(ClosedError):
@@ -266,3 +266,9 @@ def test_a_closed_session_makes_no_trainer(monkeypatch: pytest.MonkeyPatch) -> N
 
     run(body())
     assert (seen[0].token, seen[0].connect_s) == ("secret", 2.0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_bus_on_this_machine_means_workers_on_this_machine(host: str) -> None:
+    """No address is announced then; the plane's own default, loopback, is right."""
+    assert asyncio.run(_address_towards(BusConfig(url=f"nats://{host}:4222"))) is None

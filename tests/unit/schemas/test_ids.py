@@ -6,6 +6,7 @@ import pytest
 from rlbus.schemas import (
     MAX_INSTANCE_ID,
     Goodbye,
+    InstanceId,
     OpAccepted,
     is_instance_id,
     is_token,
@@ -63,3 +64,16 @@ def test_a_worker_id_splits_into_what_it_was_made_of() -> None:
     worker = worker_id("decode", "7")
     assert worker == "decode/7"
     assert split_worker_id(worker) == ("decode", "7")
+
+
+@pytest.mark.parametrize("text", ["18446744073709551616", "18446744073709551615\n", "99999999999999999999", "01", ""])
+def test_the_wire_refuses_what_is_no_instance_id(text: str) -> None:
+    """The pattern on the field is as strict as `is_instance_id`."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(text, InstanceId)
+
+
+@pytest.mark.parametrize("text", ["0", "9", "10", "18446744073709551615", "18446744073709551609", "17999999999999999999"])
+def test_the_wire_takes_every_unsigned_64_bit_number(text: str) -> None:
+    """Up to the largest."""
+    assert msgspec.convert(text, InstanceId) == text

@@ -6,7 +6,7 @@ type-checked, and its choice and refusals are tested, but no byte has passed thr
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -87,16 +87,21 @@ class NcclGroup:
         """The CUDA device."""
         return self._device
 
-    def broadcast(self, buffer: Tensor) -> None:
+    def broadcast(self, buffer: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Send `buffer` from rank 0 into everybody's; returns when it has arrived here. Raises: TransferError."""
         with self._collective("broadcast") as group, torch.cuda.device(self._device):
-            self._finish(group.broadcast(buffer, 0))
+            work = group.broadcast(buffer, 0)  # type: ignore[attr-defined]
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            finally:
+                self._finish(work)
 
     def all_sum(self, value: int) -> int:
         """The sum of every rank's `value`. Raises: TransferError."""
         total = torch.tensor([value], dtype=torch.int64, device=self._device)
         with self._collective("all_sum") as group, torch.cuda.device(self._device):
-            self._finish(group.allreduce([total]))
+            self._finish(group.allreduce([total]))  # type: ignore[attr-defined]
         return int(total.item())
 
     def busy_s(self) -> float:

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroupGloo
+from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
 
 from rlbus.errors import TransferError
 from rlbus.schemas import GroupPlan
@@ -43,7 +43,7 @@ class GlooGroup:
         meeting.appear(own)
         self._own = own
         self._peers = {address for peer, address in meeting.wait_for_all().items() if peer != rank}
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timedelta(seconds=meeting.remaining_s())
         try:
@@ -78,20 +78,25 @@ class GlooGroup:
         """The CPU."""
         return torch.device("cpu")
 
-    def broadcast(self, buffer: Tensor) -> None:
+    def broadcast(self, buffer: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Send `buffer` from rank 0 into everybody's. Raises: TransferError."""
         with self._collective("broadcast") as group:
             options = BroadcastOptions()
             options.rootRank = 0
             options.rootTensor = 0
             options.timeout = timedelta(seconds=self._timeout_s)
-            group.broadcast([buffer], options).wait()
+            work = group.broadcast([buffer], options)  # type: ignore[attr-defined]
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            finally:
+                work.wait()  # also when `meanwhile` raised: nobody may touch the buffer before
 
     def all_sum(self, value: int) -> int:
         """The sum of every rank's `value`. Raises: TransferError."""
         total = torch.tensor([value], dtype=torch.int64)
         with self._collective("all_sum") as group:
-            group.allreduce([total]).wait()
+            group.allreduce([total]).wait()  # type: ignore[attr-defined]
         return int(total.item())
 
     def busy_s(self) -> float:

