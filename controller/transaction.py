@@ -20,6 +20,7 @@ from rlbus.controller.update_state import (
     Ask,
     Began,
     Damage,
+    Drop,
     Event,
     Group,
     Hold,
@@ -82,9 +83,7 @@ def decide(state: UpdateState, event: Event) -> Decision:
         case SenderFailed():
             return _on_sender_failed(state, event)
         case StopAsked():
-            if state.stage not in FORWARD:
-                return state, ()
-            return wind_down(replace(state, causes=(*state.causes, event.fault)))
+            return _on_stop(state, event)
 
 
 # -- events that come at any time -------------------------------------------------------------------------------------
@@ -115,6 +114,20 @@ def _on_gone(state: UpdateState, event: WorkerGone) -> Decision:
         # A broadcast needs all of its members: the others would only wait for their stall limit.
         return wind_down(state)
     return _advance(state)
+
+
+def _on_stop(state: UpdateState, event: StopAsked) -> Decision:
+    """Take it back, as far as that is no harm: who has everything already is better committed than torn."""
+    if state.stage not in FORWARD:
+        return state, ()
+    state = replace(state, causes=(*state.causes, event.fault))
+    is_complete = any(seat.is_good and seat.damage is Damage.RECEIVED for seat in state.seats.values())
+    if state.stage is not Stage.RECEIVE or state.sender is not Sender.SENT or not is_complete:
+        return wind_down(state)
+    before: tuple[Action, ...] = (Drop(state.step),) if state.step is not None and state.pending else ()
+    for worker in sorted(state.pending):
+        state = blame(replace(state, is_group_suspect=True), worker, Outcome.FAILED, event.fault)
+    return _after(_verify(replace(state, pending=frozenset())), *before)
 
 
 def _on_sent(state: UpdateState, event: SenderSent) -> Decision:

@@ -176,7 +176,7 @@ class _Wait:
         if self.heard_at is not None or not self.patience.awaits_controller:
             return self.request
         left_s = self.started + self.request.deadline_s - now
-        return msgspec.structs.replace(self.request, deadline_s=max(MIN_DEADLINE_S, left_s))
+        return msgspec.structs.replace(self.request, deadline_s=max(MIN_DEADLINE_S, round(left_s, 1)))
 
     def give_up(self, exc: DeadlineError | BrokenError, now: float) -> RLBusError | None:
         """The error that ends it all, or None: send again."""

@@ -14,6 +14,6 @@ async def connect_bus(config: BusConfig, *, name: str) -> Bus:
     Cancel: nothing is left open.
     """
     # nats-py takes 0.1 s to import; who runs in memory doesn't pay for it.
-    from rlbus._nats import NatsTransport
+    from rlbus._nats import connect_nats
 
-    return Bus(await NatsTransport.connect(config, name=name))
+    return Bus(await connect_nats(config, name=name))

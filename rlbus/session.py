@@ -132,9 +132,7 @@ async def _address_towards(config: BusConfig) -> str | None:
 
 def _torch_plane(backend: str, host: str | None) -> SenderPlane:
     try:
-        import torch  # noqa: F401 - only whether it is there
+        from rlbus.transfer.torch_plane import TorchPlane
     except ImportError as exc:
-        raise ConfigError("trainer", backend, 'sending weights needs torch: pip install "rlbus[torch]"') from exc
-    from rlbus.transfer.torch_plane import TorchPlane
-
+        raise ConfigError("trainer", backend, f'sending weights needs torch: pip install "rlbus[torch]" ({exc})') from exc
     return TorchPlane(backend=backend, host=host)

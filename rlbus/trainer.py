@@ -151,11 +151,12 @@ class Trainer:
         """
         started = asyncio.get_running_loop().time()
         op_id = self._bus.new_id()
+        step = as_version(version, incarnation)
         try:
             if self._running_op_id is not None:
                 running = self._running_op_id
                 raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
-            step = self._checked_version(version, incarnation, allow_rollback)
+            self._check_grows(step, allow_rollback)
             self._running_op_id = op_id
             try:
                 request = UpdateWeights(
@@ -183,7 +184,7 @@ class Trainer:
             if check:
                 raise
             took_s = asyncio.get_running_loop().time() - started
-            return UpdateReport(_refused_report(op_id, exc, took_s))
+            return UpdateReport(_refused_report(op_id, step, exc, took_s))
         if check and not report.ok:
             _raise_for_update(report, cause)
         return report
@@ -192,15 +193,10 @@ class Trainer:
         """Leave the group and free the data plane. Idempotent. Cancel: the plane may still be open."""
         await self._plane.aclose()
 
-    def _checked_version(self, version: int | Version, incarnation: int, allow_rollback: bool) -> Version:
-        if isinstance(version, int):
-            version = Version(incarnation=incarnation, step=version)
-        if version.step < 0 or version.incarnation < 0:
-            raise ConfigError("version", str(version), "use numbers from 0 on")
+    def _check_grows(self, version: Version, allow_rollback: bool) -> None:
         if self.version is not None and version < self.version and not allow_rollback:
             message = f"version {version} is older than {self.version}, which this trainer sent before; versions grow"
             raise refused(FaultCode.VERSION_REGRESSION, message, version=version, last=self.version)
-        return version
 
     async def _announce_and_run(
         self, request: UpdateWeights, weights: Weights, on_progress: ProgressHandler | None
@@ -289,6 +285,14 @@ class Trainer:
         return last
 
 
+def as_version(version: int | Version, incarnation: int) -> Version:
+    """The version that a caller means. Raises ConfigError for a negative one."""
+    meant = Version(incarnation=incarnation, step=version) if isinstance(version, int) else version
+    if meant.step < 0 or meant.incarnation < 0:
+        raise ConfigError("version", str(meant), "use numbers from 0 on")
+    return meant
+
+
 async def as_source(weights: Weights) -> WeightSource:
     """What `update_weights` was given, as a source of announced tensors. Cancel: leaves nothing.
 
@@ -327,7 +331,7 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _refused_report(op_id: str, error: FaultError, took_s: float) -> Report:
+def _refused_report(op_id: str, version: Version, error: FaultError, took_s: float) -> Report:
     """The report of an op that was never begun."""
     return Report(
         op_id=op_id,
@@ -337,6 +341,7 @@ def _refused_report(op_id: str, error: FaultError, took_s: float) -> Report:
         phases_s={},
         took_s=took_s,
         fault=error.fault,
+        version=version,
     )
 
 

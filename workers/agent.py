@@ -28,7 +28,6 @@ from rlbus.schemas import (
     GetVersion,
     Goodbye,
     Hello,
-    LoadWeights,
     OutcomeData,
     PrepareWeightsUpdate,
     PutManifest,
@@ -52,7 +51,7 @@ from rlbus.workers.lifecycle import decide, served_routes
 from rlbus.workers.moves import Action, AnswerNow, Arrived, Event, Ignore, Join, Refuse, Replay, Run
 from rlbus.workers.mutations import EngineCall
 from rlbus.workers.observation import Observer, drift
-from rlbus.workers.preconditions import manifest_problem, path_problem
+from rlbus.workers.preconditions import manifest_problem
 from rlbus.workers.slot import Slot
 from rlbus.workers.state import WorkerState
 
@@ -241,19 +240,14 @@ class Agent:
                 self._slot.begin(command, record, action.takes_back)
 
     def _look_outside(self, command: Command) -> tuple[tuple[TensorSpec, ...] | None, Fault | None]:
-        """The manifest and the path that a command names, looked at only if it can run at all."""
-        if self._state.running is not None:
+        """The manifest that a command names and how it fits the model, looked at only if the command can run at all."""
+        body = command.body
+        if not isinstance(body, PrepareWeightsUpdate) or self._state.running is not None:
             return None, None
-        match command.body:
-            case PrepareWeightsUpdate() as body:
-                tensors = self._book.get(body.manifest_digest)
-                if tensors is None:
-                    return None, None
-                return tensors, manifest_problem(self._engine, tensors, self.answers.max_bytes)
-            case LoadWeights() as body:
-                return None, path_problem(body.path, self._config.weight_roots)
-            case _:
-                return None, None
+        tensors = self._book.get(body.manifest_digest)
+        if tensors is None:
+            return None, None
+        return tensors, manifest_problem(self._engine, tensors, self.answers.max_bytes)
 
     def _refuse(self, command: Command, reply: str | None, why: Fault) -> None:
         replies = () if reply is None else (reply,)

@@ -87,7 +87,7 @@ class AgentConfig:
     # After cancelling an engine call: how long it may take to let go before it counts as stuck.
     cancel_s: float = 2.0
     # How long undoing (resume, abort_update, leave_group) may take after a failure, each.
-    undo_s: float = 10.0
+    undo_s: float = 5.0
     # How long a running mutation may go on when the agent is told to stop.
     drain_s: float = 5.0
 

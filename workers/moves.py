@@ -15,7 +15,7 @@ class Arrived:
     """A command, as parsed. `route` and `is_unicast` come from its subject, `record` from the journal.
 
     `tensors` is the complete manifest that a prepare names (None: not known), `outside` what the agent found wrong when
-    it looked at the model or the file system for this command.
+    it looked at the model for this command.
     """
 
     command: Command

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlbus.errors import FaultError, TransferError, refused
+from rlbus.errors import FaultError, TransferError, error_from_fault, refused
 from rlbus.schemas import (
     AbortWeights,
     CommandBody,
@@ -37,6 +37,7 @@ from rlbus.schemas import (
 from rlbus.workers.checks import REFUSALS, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
 from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started
+from rlbus.workers.preconditions import path_problem
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
@@ -52,6 +53,9 @@ class Surroundings(Protocol):
     def state(self) -> WorkerState:
         """As it is now."""
         ...
+
+    # Folders below which weights may be loaded.
+    weight_roots: tuple[str, ...]
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Feed the state machine; what it wants done."""
@@ -163,6 +167,10 @@ async def _receive(engine: Engine, body: ReceiveWeights, around: Surroundings) -
 
 
 async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundings) -> ResultData:
+    # In a thread: a path on a dead file server would stop heartbeats and all.
+    problem = await asyncio.to_thread(path_problem, body.path, around.weight_roots)
+    if problem is not None:
+        raise error_from_fault(problem)
     await _check_stands_still(around)
     around.accept()
     if around.state.session is not None:

@@ -56,8 +56,9 @@ class Host(Protocol):
 class _Op:
     """One running mutation, as `perform` sees its surroundings. Late calls of an abandoned thread change nothing."""
 
-    def __init__(self, host: Host, command: Command, record: Record) -> None:
+    def __init__(self, host: Host, command: Command, record: Record, weight_roots: tuple[str, ...]) -> None:
         self._host = host
+        self.weight_roots = weight_roots
         self._loop = asyncio.get_running_loop()
         self.command = command
         self.record = record
@@ -97,9 +98,8 @@ class _Op:
 
     def _soon(self, call: Callable[[], None]) -> None:
         """On the loop, from whichever thread the engine calls us."""
-        if self.is_over or self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(call)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
 
     def _first_byte(self) -> None:
         self.apply(FirstByte(self.record.op_id))
@@ -124,7 +124,7 @@ class Slot:
 
     def begin(self, command: Command, record: Record, takes_back: str | None) -> None:
         """Run a mutation that the state machine has admitted; with `takes_back` end that op first."""
-        op = _Op(self._host, command, record)
+        op = _Op(self._host, command, record, self._config.weight_roots)
         record.phase = record.route
         if not accepts_late(command.body):
             op.accept()

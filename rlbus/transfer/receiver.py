@@ -175,6 +175,7 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
             self._buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._group.device)
         row = self._buffer[: bucket.num_bytes]
         self._take(bucket, row)
+        self._sum_up()  # of the tensor whose tail comes first in here
         for piece in bucket.pieces:
             self._open(piece)
             part = self._row[piece.offset : piece.offset + piece.num_bytes]
@@ -187,7 +188,7 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
         """A bucket that is a part of one tensor: received where it belongs."""
         piece = bucket.pieces[0]
         self._open(piece)
-        self._take(bucket, self._row[piece.offset : piece.offset + piece.num_bytes], self._sum_up)
+        self._take(bucket, self._row[piece.offset : piece.offset + piece.num_bytes])
         self._num_unsummed += piece.num_bytes
         if piece.is_last:
             self._sum_up()
@@ -226,9 +227,9 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
             raise _SenderGaveUpError("receive", f"the sender gave up: {header.give_up}")
         check_header(header, Header(self._token, bucket.index, bucket.num_bytes))
 
-    def _take(self, bucket: Bucket, into: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+    def _take(self, bucket: Bucket, into: Tensor) -> None:
         if into.numel():
-            self._group.broadcast(into, meanwhile)
+            self._group.broadcast(into, meanwhile=self._sum_up)
         self._done += sum(piece.num_bytes for piece in bucket.pieces)
         self._on_progress(self._done, self.total)
 

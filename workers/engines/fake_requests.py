@@ -85,7 +85,8 @@ class Scheduler:
             while self.running:
                 await self._next_change()
         self._is_draining = False
-        pass
+        while self.is_in_step:
+            await self._next_change()
         num_aborted = self.abort(None) if mode is PauseMode.ABORT else 0
         if clear_cache:
             self.flush()

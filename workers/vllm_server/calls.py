@@ -8,7 +8,7 @@ call goes on, and nothing else is asked of the engine before it has come back.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError
 from rlbus.schemas import Fault, FaultCode
@@ -41,14 +41,15 @@ class EngineCalls:
     def __init__(self, engine: Mortal, num_ranks: int = 1) -> None:
         self._engine = engine
         self._num_ranks = num_ranks
-        # Calls that haven't come back, with their names.
-        self._pending: dict[asyncio.Task[object], str] = {}
+        # Calls that hold the core and haven't come back, with their names; those in which it is known to be paused.
+        self._pending: dict[asyncio.Task[Any], str] = {}
+        self._paused: set[asyncio.Task[Any]] = set()
         self._broken: str | None = None
 
     @property
-    def holding(self) -> str | None:
-        """The call in which the engine's core is held now, so that it can't step or answer; None if there is none."""
-        return next(iter(self._pending.values()), None)
+    def is_held_paused(self) -> bool:
+        """Whether the core is inside a call that is made of a paused engine only: it can't step, nor say so."""
+        return bool(self._paused)
 
     @property
     def death(self) -> str | None:
@@ -76,15 +77,18 @@ class EngineCalls:
         finally:
             task.cancel()
 
-    async def hold(self, what: str, call: Callable[[], Awaitable[T]], limit_s: float) -> T:
+    async def hold(self, what: str, call: Callable[[], Awaitable[T]], limit_s: float, *, is_paused: bool = False) -> T:
         """Make a collective call during which the core does nothing else; earlier ones come back first.
 
-        Raises: as `ask`; after a passed limit the call is still pending. Cancel: likewise.
+        `is_paused` says that the engine stands still before and after it. Raises: as `ask`; after a passed limit the
+        call is still pending. Cancel: likewise.
         """
         await self.settle(limit_s)
         self.check_alive()
         task = self._start(call)
         self._pending[task] = what
+        if is_paused:
+            self._paused.add(task)
         task.add_done_callback(self._ended)
         await self._wait(what, task, limit_s)
         return self._result(what, task, is_collective=True)
@@ -93,9 +97,15 @@ class EngineCalls:
         """Wait until no call is pending. Raises EngineError naming the one that doesn't come back; EngineDeadError."""
         if not self._pending:
             return
-        waited: set[asyncio.Future[object]] = set(self._pending)
+        waited: set[asyncio.Future[Any]] = set(self._pending)
         if not await self._until(waited, limit_s):
-            raise _failed(f"the engine hasn't come back from {self.holding!r}; restart it if it never does")
+            names = ", ".join(self._pending.values())
+            raise _failed(f"the engine hasn't come back from {names}; restart it if it never does")
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        for task in self._pending:
+            task.cancel()
 
     def _start(self, call: Callable[[], Awaitable[T]]) -> "asyncio.Task[T]":
         async def run() -> T:
@@ -133,7 +143,8 @@ class EngineCalls:
                 self._broken = f"{what} failed, and the answers of {self._num_ranks} ranks are out of step; restart it"
             raise _failed(problem) from exc
 
-    def _ended(self, task: "asyncio.Task[object]") -> None:
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._paused.discard(task)
         what = self._pending.pop(task)
         if not task.cancelled() and task.exception() is not None:
             _log.debug("%s ended: %s", what, task.exception())

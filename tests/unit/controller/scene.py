@@ -7,9 +7,11 @@ from typing import Any
 
 from rlbus.bus import Bus
 from rlbus.controller.testing import Fleet, fleet_on_bus
-from rlbus.schemas import Command, FaultCode, Generation, Report, WorkerId
+from rlbus.schemas import Command, FaultCode, Generation, Report, TensorSpec, WorkerId
 from rlbus.testing import MemoryBroker, MemoryTransport, run
 from rlbus.transfer.fake import FakePlane, FakePlaneScript, FakeSource
+from rlbus.transfer.plane import Sent, WeightSource
+from rlbus.workers.engines.base import ReceiveOrder
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
 from rlbus.workers.testing import Rig, worker_on_bus
@@ -19,11 +21,47 @@ Steps = dict[str, dict[int, Step]]
 RUNNING, PAUSED = Generation.RUNNING, Generation.PAUSED
 
 
+class FedPlane(FakePlane):
+    """A trainer's end whose sending is what the fake engines wait for: no byte arrives before it begins."""
+
+    def __init__(self, script: FakePlaneScript | None = None, *, sender_id: str = "fake-sender") -> None:
+        super().__init__(script, sender_id=sender_id)
+        self._begun: dict[str, asyncio.Future[int | None]] = {}
+
+    def begin(self, op_id: str, num_tensors: int | None = None) -> None:
+        """Bytes of this update come from now on; `num_tensors` of them, or all."""
+        begun = self._of(op_id)
+        if not begun.done():
+            begun.set_result(num_tensors)
+
+    async def send(self, source: WeightSource, specs: Sequence[TensorSpec], **options: Any) -> Sent:
+        """As FakePlane, and the engines hear it."""
+        is_whole = self.script.fail_send is None
+        self.begin(options["stream_id"], None if is_whole else self.script.fail_after_parts)
+        return await super().send(source, specs, **options)
+
+    async def feed(self, order: ReceiveOrder) -> int | None:
+        """What an engine awaits."""
+        return await asyncio.shield(self._of(order.update_op_id))
+
+    def _of(self, op_id: str) -> asyncio.Future[int | None]:
+        return self._begun.setdefault(op_id, asyncio.get_running_loop().create_future())
+
+
+# The plane of the scene that is played.
+_planes: list[FedPlane] = []
+
+
+async def _feed(order: ReceiveOrder) -> int | None:
+    return await _planes[-1].feed(order)
+
+
 class Scene:
     """One fleet under virtual time, and a spy on every command that is sent to a worker."""
 
     def __init__(self, fleet: Fleet[Rig]) -> None:
         self.fleet = fleet
+        self.plane = _planes[-1]
         self.commands: list[tuple[Command, str]] = []
         self._spy = Bus(fleet.broker.connect())
         self._spy.subscribe("dyn.test.*.rl.>", Command, lambda c, m: self.commands.append((c, m.subject)))
@@ -45,6 +83,12 @@ class Scene:
         """What the engines themselves say, in order."""
         return [(await r.engine.observe()).generation for r in self.fleet.workers]
 
+    def relaunch(self, sender_id: str) -> FedPlane:
+        """Another trainer process takes over: its own end of the data plane."""
+        self.plane = FedPlane(sender_id=sender_id)
+        _planes.append(self.plane)
+        return self.plane
+
     def cut(self, number: int) -> None:
         """Nothing reaches worker `number` or leaves it any more, and nobody is told."""
         transport = self.fleet.workers[number - 1].worker_bus.transport
@@ -62,7 +106,9 @@ def worker(number: int, steps: Steps | None = None, **engine: Any) -> Worker:
     """The worker "backend/<number>", whose engine does what is scripted."""
 
     def start(broker: MemoryBroker) -> AbstractAsyncContextManager[Rig]:
-        return worker_on_bus(FakeEngine(FakeScript(steps or {}), **engine), broker=broker, instance_id=str(number))
+        return worker_on_bus(
+            FakeEngine(FakeScript(steps or {}), feed=_feed, **engine), broker=broker, instance_id=str(number)
+        )
 
     return start
 
@@ -75,11 +121,15 @@ def play(
     """Run one scenario, and check that no engine was asked for anything out of order."""
 
     async def main() -> None:
-        async with fleet_on_bus(workers, plane=FakePlane(plane)) as fleet:
+        _planes.append(FedPlane(plane))
+        async with fleet_on_bus(workers, plane=_planes[-1]) as fleet:
             await scenario(Scene(fleet))
             assert [r.engine.violations for r in fleet.workers] == [[] for _ in fleet.workers]
 
-    run(main())
+    try:
+        run(main())
+    finally:
+        _planes.clear()
 
 
 def source() -> FakeSource:

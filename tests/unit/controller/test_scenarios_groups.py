@@ -18,8 +18,9 @@ from rlbus.schemas import (
 from rlbus.testing import MemoryBroker, run
 from rlbus.trainer import Trainer
 from rlbus.transfer.fake import FakePlane, FakePlaneScript
-from rlbus.workers.engines.fake import DEFAULT_TENSORS
+from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
+from rlbus.workers.testing import worker_on_bus
 from tests.unit.controller.scene import PAUSED, RUNNING, Scene, Steps, code_of, outcomes, play, source, worker
 
 pytestmark = pytest.mark.unit
@@ -69,7 +70,7 @@ def test_a_group_of_a_trainer_that_died_does_not_block_the_next() -> None:
     async def scenario(scene: Scene) -> None:
         assert (await scene.update(6)).epoch == 1
         async with Bus(scene.fleet.broker.connect()) as bus:
-            relaunched = Trainer(bus, "test", FakePlane(sender_id="relaunched"))
+            relaunched = Trainer(bus, "test", scene.relaunch("relaunched"))
             report = (await relaunched.update_weights(source(), version=7)).report
         assert (report.status, report.epoch) == (OpStatus.OK, 2)
         calls = list(scene.fleet.workers[0].engine.calls)
@@ -152,7 +153,7 @@ def test_a_controller_that_is_restarted_finds_the_fleet_and_is_newer() -> None:
 
     async def main() -> None:
         broker = MemoryBroker()
-        async with worker(1)(broker) as rig, Bus(broker.connect()) as bus:
+        async with worker_on_bus(FakeEngine(), broker=broker, instance_id="1") as rig, Bus(broker.connect()) as bus:
             trainer = Trainer(bus, "test", FakePlane())
             async with controller_on_bus(broker, term=100):
                 await trainer.wait_ready(num_workers=1)

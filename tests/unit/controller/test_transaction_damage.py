@@ -279,6 +279,21 @@ def test_an_op_taken_back_while_sending_leaves_torn_workers_paused() -> None:
     assert play.asks(Stage.FREE) == []
 
 
+@pytest.mark.parametrize("stop", [CANCEL, DEADLINE])
+def test_who_has_everything_when_it_is_taken_back_is_committed_rather_than_torn(stop: StopAsked) -> None:
+    """All was sent and w1 has it; only w2, which is still at it, is given up."""
+    play = Play(plan_of(W1, W2))
+    start_sending(play)
+    play.trainer()
+    play.feed(WorkersAnswered("receive", {W1: received()}))
+    play.feed(stop)
+    report = play.report()
+    assert (play.asked(Stage.COMMIT), play.asked(Stage.ABORT)) == ([W1], [W2])
+    assert outcomes_of(report) == {W1: ("ok", "resume"), W2: ("failed", "transfer")}
+    assert report.fault is not None
+    assert report.fault.code is stop.fault.code
+
+
 @pytest.mark.parametrize("stage", [Stage.COMMIT, Stage.FLUSH, Stage.RESUME])
 @pytest.mark.parametrize("stop", [CANCEL, DEADLINE])
 def test_once_all_is_verified_there_is_no_way_back(stop: StopAsked, stage: Stage) -> None:

@@ -34,7 +34,7 @@ from rlbus.schemas import (
     Version,
     WeightsData,
 )
-from rlbus.testing import run
+from rlbus.testing import Faults, MemoryTransport, run
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
 from rlbus.workers.testing import (
@@ -387,5 +387,23 @@ def test_repeated_abort_of_requests_counts_once() -> None:
         assert (await first.result()).data == AbortedData(num_aborted=1)
         assert (await second.result()).data == AbortedData(num_aborted=1)
         assert rig.engine.calls.count("abort") == 1
+
+    on_worker(scenario)
+
+
+def test_duplicated_and_reordered_commands_run_once_each() -> None:
+    """Whatever the bus does to them, an op_id has one effect and one result."""
+
+    async def scenario(rig: Rig) -> None:
+        transport = rig.worker_bus.transport
+        assert isinstance(transport, MemoryTransport)
+        transport.faults = Faults(duplicate=1.0, reorder=0.3, only="dyn.*.*.rl.>")
+        for step in range(1, 21):
+            sent = rig.post(FlushCache(), op_id=f"f{step}")
+            results = {(await sent.result()).took_s}
+            await asyncio.sleep(0.1)
+            assert results == {r.took_s for r in sent.results}
+            assert sent.results[0].status is ResultStatus.OK
+        assert rig.engine.calls.count("flush_cache") == 20
 
     on_worker(scenario)

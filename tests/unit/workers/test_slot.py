@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rlbus.errors import refused
 from rlbus.schemas import (
     AbortWeights,
     DestroyGroup,
@@ -262,3 +263,19 @@ def test_what_an_abandoned_thread_says_late_changes_nothing() -> None:
         assert rig.agent.state.weights.state is WeightsState.CLEAN
 
     on_worker(scenario, {"receive_weights": {1: failing()}})
+
+
+def test_engine_that_refuses_after_it_was_begun_counts_as_failed() -> None:
+    """A refusal promises that nothing has changed; that can't be promised any more, so the weights are in doubt."""
+
+    async def scenario(rig: Rig) -> None:
+        async def refuse(order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
+            raise refused(FaultCode.WRONG_STATE, "not now")
+
+        rig.engine.receive_weights = refuse  # type: ignore[method-assign]
+        await rig.until_paused(V1, DEFAULT_TENSORS)
+        result = await rig.receive(V1, DEFAULT_TENSORS).result()
+        assert (result.status, code_of(result)) == (ResultStatus.FAILED, FaultCode.WRONG_STATE)
+        assert rig.agent.state.weights.state is WeightsState.DIRTY
+
+    on_worker(scenario)

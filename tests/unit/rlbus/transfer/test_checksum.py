@@ -47,9 +47,9 @@ def row_of(data: bytes) -> torch.Tensor:
     ("data", "expected"),
     [
         (b"", "9e3779b97f4a7c15"),
-        (b"\x00", "5cedbca3ea9e4c79"),
-        (b"rlbus", "8ab6dbca1aee14b2"),
-        (bytes(range(256)) * 300, "4bfa2b33b6d77c96"),
+        (b"\x00", "687b1f62781dc57f"),
+        (b"rlbus", "dbe9f38510074711"),
+        (bytes(range(256)) * 300, "605d560023c5d3be"),
     ],
 )
 def test_known_vectors_stay(data: bytes, expected: str) -> None:

@@ -47,7 +47,8 @@ def test_both_ends_compute_the_same_sums() -> None:
         sent = await send(plane, done)
         assert asyncio.get_running_loop().time() == pytest.approx(5.0)
         assert done == [9, 19, 29]
-        assert (sent.num_bytes, sent.num_tensors, sent.send_s) == (29, 2, pytest.approx(3.0))
+        assert (sent.num_bytes, sent.num_tensors) == (29, 2)
+        assert sent.send_s == pytest.approx(3.0)
         assert [s.checksum for s in sent.sums] == [fake_sum("a", V7, (2, 3)), fake_sum("b", V7, (5,))]
         await plane.aclose()
         assert plane.calls == ["join 4", "send op 0.7", "leave"]

@@ -1,0 +1,156 @@
+"""Real vLLM in the contract suite: an AsyncLLM in this process, its core in another, a tiny model with random weights."""
+
+import os
+import warnings
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rlbus.schemas import GroupPlan, RankSpan, TensorSpec, TensorSum, Version
+from rlbus.workers.engines.base import ReceiveOrder
+from rlbus.workers.engines.contract import EngineCase, Generated
+
+# What is not set here, or set otherwise, starves the other processes of a small machine (facts/vllm-cpu.md 0).
+_ENV = {"VLLM_PLUGINS": "rlbus", "VLLM_LOGGING_LEVEL": "WARNING"}
+_MAX_TOKENS = 512
+
+
+class _Opened:
+    def __init__(self, llm: Any, engine: Any, plane: Any, weights: Mapping[str, Any]) -> None:
+        from rlbus.transfer.source import weight_source
+
+        self.engine = engine
+        self._llm = llm
+        self._plane = plane
+        self._weights = weights
+        self._tensors = weight_source(weights).specs()
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self._tensors
+
+    async def plan(self, epoch: int) -> GroupPlan:
+        return GroupPlan(
+            epoch=epoch,
+            group_id=f"g{epoch}",
+            backend="gloo",
+            num_trainer_ranks=1,
+            world_size=2,
+            spans=(RankSpan(component="backend", instance_id="1", first=1, num_ranks=1),),
+            rendezvous=await self._plane.rendezvous(),
+            bucket_bytes=1 << 16,
+            timeout_s=20.0,
+        )
+
+    async def join_sender(self, plan: GroupPlan) -> None:
+        await self._plane.join(plan)
+
+    async def send(self, order: ReceiveOrder, num_tensors: int | None = None) -> tuple[TensorSum, ...]:
+        from rlbus.errors import TransferError
+        from rlbus.transfer.checksum import tensor_checksum
+
+        weights = self._of(order.version)
+        names = list(weights)[:num_tensors]
+        source = _Cut(self._tensors, {name: weights[name] for name in names})
+        try:
+            await self._plane.send(
+                source,
+                self._tensors,
+                bucket_bytes=order.bucket_bytes,
+                version=order.version,
+                stream_id=order.update_op_id,
+                on_progress=lambda done, total: None,
+            )
+        except TransferError:
+            assert num_tensors is not None
+        return tuple(TensorSum(name=name, checksum=tensor_checksum(t)) for name, t in weights.items())
+
+    async def leave_sender(self) -> None:
+        await self._plane.leave("the test is over")
+
+    async def save(self, folder: Path, version: Version) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True)
+        save_file({name: tensor.clone() for name, tensor in self._of(version).items()}, folder / "model.safetensors")
+
+    async def generate(
+        self, prompt: tuple[int, ...], num_tokens: int, request_id: str, on_token: Callable[[], None] | None = None
+    ) -> Generated:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        seen: tuple[int, ...] = ()
+        finish = ""
+        async for output in self._llm.generate(TokensPrompt(prompt_token_ids=list(prompt)), params, request_id):
+            tokens, finish = tuple(output.outputs[0].token_ids), output.outputs[0].finish_reason
+            for _ in range(len(tokens) - len(seen)):
+                if on_token is not None:
+                    on_token()
+            seen = tokens
+        return Generated(seen, finish)
+
+    def _of(self, version: Version) -> Mapping[str, Any]:
+        """The model's own weights as step 0; others are moved by noise that the version seeds."""
+        import torch
+
+        generator = torch.Generator().manual_seed(version.step)
+        return {
+            name: tensor + 0.02 * version.step * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in self._weights.items()
+        }
+
+
+class _Cut:
+    """Announces everything, and stops after what it has."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], weights: Mapping[str, Any]) -> None:
+        self._specs = specs
+        self._weights = weights
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return self._specs
+
+    def __iter__(self) -> Any:
+        return iter(self._weights.items())
+
+
+@asynccontextmanager
+async def _open(folder: Path) -> AsyncIterator[_Opened]:
+    from rlbus.transfer.torch_plane import TorchPlane
+    from rlbus.workers.torch_lm.make import make_tiny_model
+    from rlbus.workers.vllm_server.supervisor import small_machine_env
+
+    with mock.patch.dict(os.environ, {**_ENV, **small_machine_env()}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own, and those of what it imports
+        from safetensors.torch import load_file
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rlbus.workers.vllm_server.engine import VllmEngine
+
+        make_tiny_model(folder / "model", vocab_size=512)
+        args = AsyncEngineArgs(
+            model=str(folder / "model"),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=_MAX_TOKENS,
+            kv_cache_memory_bytes=64 << 20,
+            weight_transfer_config=WeightTransferConfig(backend="gloo"),
+        )
+        llm = AsyncLLM.from_engine_args(args)
+        plane = TorchPlane("gloo")
+        engine = VllmEngine(llm, run_dir=str(folder))
+        try:
+            await engine.start()
+            yield _Opened(llm, engine, plane, load_file(folder / "model" / "model.safetensors"))
+        finally:
+            await engine.aclose()
+            await plane.aclose()
+            llm.shutdown()
+
+
+CASE = EngineCase(name="vllm", open=_open, requires=("vllm",), long_tokens=400, settle_s=0.2)

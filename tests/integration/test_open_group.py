@@ -1,0 +1,308 @@
+"""Groups are joined within a bound, and whoever keeps one from forming is named."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rlbus.errors import ClosedError, ConfigError, DeadlineError, TransferError
+from rlbus.schemas import GroupPlan, RankSpan, Rendezvous, Version
+from rlbus.transfer.bounded import GiveUp
+from rlbus.transfer.group import Group, open_group, prove
+from rlbus.transfer.meeting import host_store
+from rlbus.transfer.source import weight_source
+from rlbus.transfer.torch_plane import TorchPlane
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def place() -> Iterator[Rendezvous]:
+    """A store that lives as long as the test."""
+    store = host_store("127.0.0.1")
+    yield Rendezvous(host="127.0.0.1", port=store.port, prefix="p")
+    del store
+
+
+def plan_at(place: Rendezvous, size: int = 2, *, epoch: int = 1, timeout_s: float = 20.0) -> GroupPlan:
+    return GroupPlan(
+        epoch=epoch,
+        group_id="g",
+        backend="gloo",
+        num_trainer_ranks=1,
+        world_size=size,
+        spans=(
+            RankSpan(component="decode", instance_id="7", first=1, num_ranks=1),
+            RankSpan(component="decode", instance_id="9", first=2, num_ranks=size - 2),
+        ),
+        rendezvous=place,
+        bucket_bytes=64,
+        timeout_s=timeout_s,
+    )
+
+
+def together(*work: Callable[[], Group]) -> list[Future[Group]]:
+    """Run all at once, each in a thread, until all have ended."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [pool.submit(w) for w in work]
+
+
+@contextmanager
+def group_of(plan: GroupPlan) -> Iterator[list[Group]]:
+    """Every rank of a group, in this process."""
+    groups = [
+        f.result() for f in together(*[lambda rank=rank: open_group(plan, rank) for rank in range(plan.world_size)])
+    ]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.close()
+
+
+def on_all(groups: list[Group], work: Callable[[Group], object]) -> None:
+    with ThreadPoolExecutor(len(groups)) as pool:
+        for future in [pool.submit(work, group) for group in groups]:
+            future.result()
+
+
+def test_ranks_that_never_came_are_named_with_their_worker(place: Rendezvous) -> None:
+    """On every rank that did come, after the plan's time."""
+    plan = plan_at(place, 4, timeout_s=0.5)
+    began = time.monotonic()
+    for future in together(lambda: open_group(plan, 0), lambda: open_group(plan, 2)):
+        with pytest.raises(TransferError) as caught:
+            future.result()
+        assert str(caught.value) == "join group 1: rank 1 of decode/7, rank 3 of decode/9 never came within 0.5 s"
+    assert 0.5 <= time.monotonic() - began < 5
+
+
+def test_a_rank_that_is_taken_is_refused(place: Rendezvous) -> None:
+    """Two workers that think they are the same rank don't break the group for the rest: the second is told."""
+    plan = plan_at(place, 3, timeout_s=1.0)
+    failures = [future.exception() for future in together(lambda: open_group(plan, 1), lambda: open_group(plan, 1))]
+    texts = sorted(str(failure) for failure in failures)
+    assert texts[0].startswith("join group 1: rank 0 of the trainer, rank 2 of decode/9 never came")
+    assert texts[1].startswith("join group 1: rank 1 of decode/7 is already there, from 127.0.0.1 port")
+
+
+def test_a_rank_beyond_the_plan_and_a_strange_backend_are_refused(place: Rendezvous) -> None:
+    """Before anybody is asked."""
+    with pytest.raises(ConfigError, match=r"rank=2: group 1 has the ranks 0 to 1"):
+        open_group(plan_at(place), 2)
+    nccl = GroupPlan(
+        epoch=1,
+        group_id="g",
+        backend="nccl",
+        num_trainer_ranks=1,
+        world_size=2,
+        spans=(),
+        rendezvous=place,
+        bucket_bytes=64,
+    )
+    with pytest.raises(ConfigError, match="nccl needs a CUDA device"):
+        open_group(nccl, 0)
+    with pytest.raises(ConfigError, match="this build of torch has no NCCL"):
+        open_group(nccl, 0, "cuda:0")
+
+
+def test_nobody_at_the_rendezvous_is_an_error_in_time() -> None:
+    """TCPStore alone would try for twice its time-out and more."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nowhere = Rendezvous(host="127.0.0.1", port=taken.getsockname()[1], prefix="p")
+        began = time.monotonic()
+        with pytest.raises(TransferError, match=r"can't be reached.*refused"):
+            open_group(plan_at(nowhere, timeout_s=0.5), 1)
+        assert time.monotonic() - began < 3
+
+
+def test_a_rendezvous_that_says_nothing_is_left_behind_in_time() -> None:
+    """A stopped trainer still takes connections; TCPStore's constructor then waits for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        plan = plan_at(Rendezvous(host="127.0.0.1", port=silent.getsockname()[1], prefix="p"), timeout_s=0.3)
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match="its thread was left behind"):
+            open_group(plan, 1)
+        assert time.monotonic() - began < 5
+
+
+def test_a_join_that_is_not_wanted_any_more_ends_at_once(place: Rendezvous) -> None:
+    """From another thread, with the reason."""
+    give_up = GiveUp()
+    timer = threading.Timer(0.2, give_up.set, ["the op was cancelled"])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="given up: the op was cancelled"):
+        open_group(plan_at(place), 1, give_up=give_up)
+    assert time.monotonic() - began < 5
+    timer.join()
+
+
+def test_a_retry_under_the_next_epoch_sees_nothing_of_the_first(place: Rendezvous) -> None:
+    """Same store, same prefix: keys of the failed attempt don't disturb."""
+    with pytest.raises(TransferError, match="rank 1 of decode/7 never came"):
+        open_group(plan_at(place, timeout_s=0.2), 0)
+    with group_of(plan_at(place, epoch=2)) as groups:
+        on_all(groups, prove)
+        assert [(g.rank, g.size, g.epoch, g.busy_s()) for g in groups] == [(0, 2, 2, 0.0), (1, 2, 2, 0.0)]
+
+
+def test_an_abort_breaks_its_own_group_only(place: Rendezvous) -> None:
+    """Another group of the same processes goes on, and so do sockets that have nothing to do with it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        far, _ = server.accept()
+        with far, group_of(plan_at(place, epoch=1)) as first, group_of(plan_at(place, epoch=2)) as second:
+            on_all([*first], prove)
+            blocked = threading.Event()
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(first[1].broadcast, torch.zeros(16, dtype=torch.uint8), blocked.set)
+                assert blocked.wait(10)
+                first[1].abort("test")
+                with pytest.raises(TransferError, match="broadcast in group 1: the group was left: test"):
+                    waiting.result(10)
+            with pytest.raises(TransferError, match="the group was left: test"):
+                first[1].all_sum(1)
+            with pytest.raises(TransferError):
+                first[0].all_sum(1)
+            on_all(second, prove)
+            client.sendall(b"still here")
+            assert far.recv(100) == b"still here"
+
+
+def test_a_collective_ends_at_the_plans_time(place: Rendezvous) -> None:
+    """When a member is there and does nothing."""
+    with group_of(plan_at(place, timeout_s=1.0)) as groups:
+        began = time.monotonic()
+        with pytest.raises(TransferError):
+            groups[0].all_sum(1)
+        assert 0.8 <= time.monotonic() - began < 5
+
+
+def test_a_proof_that_does_not_add_up_breaks_the_group(place: Rendezvous) -> None:
+    """A member that takes part twice, or as somebody else, is found."""
+    with group_of(plan_at(place)) as groups, ThreadPoolExecutor(2) as pool:
+        proof = pool.submit(prove, groups[0])
+        pool.submit(groups[1].all_sum, 7)
+        with pytest.raises(TransferError, match="prove group 1: the ranks sum to 8, not 3"):
+            proof.result()
+
+
+def test_a_member_that_leaves_in_peace_ends_no_process(place: Rendezvous) -> None:
+    """Closing is not aborting, and closing twice is nothing; the other finds out when it uses the group."""
+    with group_of(plan_at(place)) as groups:
+        on_all(groups, prove)
+        groups[1].close()
+        groups[1].close()
+        with pytest.raises(TransferError, match="the group was left: closed"):
+            groups[1].all_sum(1)
+        with pytest.raises(TransferError):
+            groups[0].all_sum(1)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", ""])
+def test_a_wildcard_is_never_advertised(host: str) -> None:
+    """Nobody could connect to it by that name."""
+    with pytest.raises(ConfigError, match="not a wildcard"):
+        asyncio.run(TorchPlane("gloo", host=host).rendezvous())
+
+
+def test_the_store_listens_on_its_host_only() -> None:
+    """TCPStore alone would listen on every interface."""
+    store = host_store("127.0.0.1")
+    with pytest.raises(OSError, match=r"refused"):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
+    with pytest.raises(TransferError, match=r"can't bind 192\.0\.2\.1"):
+        host_store("192.0.2.1")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
+def test_names_and_ipv6_addresses_are_hosts_too(host: str) -> None:
+    """With or without brackets."""
+
+    async def scenario() -> None:
+        plane = TorchPlane("gloo", host=host)
+        place = await plane.rendezvous()
+        assert place == await plane.rendezvous()
+        assert place.host == host.strip("[]")
+        plan = plan_at(place)
+        member = asyncio.create_task(asyncio.to_thread(join_and_prove, plan))
+        await plane.join(plan)
+        (await member).close()
+        await plane.aclose()
+
+    asyncio.run(scenario())
+
+
+def join_and_prove(plan: GroupPlan) -> Group:
+    group = open_group(plan, 1)
+    prove(group)
+    return group
+
+
+def test_a_plane_is_refused_what_it_can_not_do() -> None:
+    """Another backend than its own, sending without a group, anything after it was closed."""
+
+    async def scenario() -> None:
+        plane = TorchPlane("gloo")
+        assert (plane.backend, plane.num_ranks, len(plane.sender_id)) == ("gloo", 1, 32)
+        assert plane.sender_id != TorchPlane("auto").sender_id
+        place = await plane.rendezvous()
+        nccl = GroupPlan(
+            epoch=1,
+            group_id="g",
+            backend="nccl",
+            num_trainer_ranks=1,
+            world_size=1,
+            spans=(),
+            rendezvous=place,
+            bucket_bytes=64,
+        )
+        with pytest.raises(ConfigError, match="this trainer's data plane is gloo"):
+            await plane.join(nccl)
+        source = weight_source({})
+        with pytest.raises(TransferError, match="no group was joined"):
+            await plane.send(
+                source, (), bucket_bytes=64, version=Version(), stream_id="op", on_progress=lambda _done, _total: None
+            )
+        await plane.aclose()
+        await plane.aclose()
+        with pytest.raises(ClosedError):
+            await plane.rendezvous()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((place.host, place.port), timeout=5).close()
+
+    asyncio.run(scenario())
+    with pytest.raises(ConfigError, match="there is no CUDA device"):
+        TorchPlane("nccl")
+    with pytest.raises(ConfigError, match='use "gloo"'):
+        TorchPlane("mpi")
+
+
+def test_leaving_ends_a_join_that_waits_for_members() -> None:
+    """With the reason, within a moment; the plane can join again."""
+
+    async def scenario() -> None:
+        plane = TorchPlane("gloo")
+        plan = plan_at(await plane.rendezvous())
+        joining = asyncio.create_task(plane.join(plan))
+        done, _ = await asyncio.wait({joining}, timeout=0.3)
+        assert not done
+        began = time.monotonic()
+        await plane.leave("the worker is gone")
+        assert time.monotonic() - began < 2
+        with pytest.raises(TransferError, match="given up: the worker is gone"):
+            await joining
+        plan = plan_at(await plane.rendezvous(), epoch=2)
+        member = asyncio.create_task(asyncio.to_thread(join_and_prove, plan))
+        await plane.join(plan)
+        (await member).close()
+        await plane.aclose()
+
+    asyncio.run(scenario())

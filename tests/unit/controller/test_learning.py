@@ -1,0 +1,91 @@
+"""What an answered command says about a worker's status, by table."""
+
+from typing import Any
+
+import pytest
+
+from rlbus.controller.grouping import new_plan
+from rlbus.controller.learning import status_after
+from rlbus.controller.testing import V6, V7, announcement, plan_of
+from rlbus.schemas import (
+    CommitWeights,
+    DestroyGroup,
+    FlushCache,
+    Generation,
+    GetVersion,
+    InitGroup,
+    LoadWeights,
+    PauseGeneration,
+    PauseMode,
+    PauseView,
+    ReceiveWeights,
+    Result,
+    ResultStatus,
+    ResumeGeneration,
+    WeightsData,
+    WeightsState,
+    WeightsView,
+)
+
+pytestmark = pytest.mark.unit
+
+PLAN = new_plan(plan_of("backend/1"), plan_of("backend/1").candidates)
+HELD = PauseView(owner="ann", mode="keep", since=5.0)
+CLEAN = WeightsView(state=WeightsState.CLEAN, version=V7, last_good=V7)
+RECEIVE = ReceiveWeights(update_op_id="u", epoch=1, version=V7, manifest_digest="d", bucket_bytes=1)
+
+
+def result(status: ResultStatus = ResultStatus.OK, data: Any = None) -> Result:
+    return Result(op_id="u-x", component="backend", instance_id="1", boot_id="b", status=status, data=data)
+
+
+@pytest.mark.parametrize(
+    ("before", "body", "data", "expected"),
+    [
+        (
+            {},
+            PauseGeneration(mode=PauseMode.WAIT),
+            None,
+            {"generation": Generation.PAUSED, "pause": PauseView(owner="u-x", mode="wait", since=9.0)},
+        ),
+        (
+            {"pause": HELD},
+            PauseGeneration(owner="bob"),
+            None,
+            {"pause": PauseView(owner="bob", mode="keep", since=5.0)},
+        ),
+        (
+            {"pause": HELD, "generation": Generation.PAUSED},
+            ResumeGeneration(),
+            None,
+            {"pause": None, "generation": Generation.RUNNING},
+        ),
+        ({}, InitGroup(plan=PLAN), None, {"epoch": 1}),
+        ({"epoch": 3}, DestroyGroup(epoch=3), None, {"epoch": None}),
+        ({"epoch": 4}, DestroyGroup(epoch=3), None, {"epoch": 4}),
+        (
+            {"weights": WeightsView(state=WeightsState.CLEAN, version=V6)},
+            RECEIVE,
+            None,
+            {"weights": WeightsView(state=WeightsState.UPDATING, last_good=V6)},
+        ),
+        ({}, CommitWeights(update_op_id="u", version=V7), None, {"weights": CLEAN}),
+        ({}, LoadWeights(path="/w", version=V7), None, {"weights": CLEAN}),
+        ({}, GetVersion(), WeightsData(weights=CLEAN), {"weights": CLEAN}),
+        ({"epoch": 2}, FlushCache(), None, {"epoch": 2}),
+    ],
+)
+def test_an_answer_shows_what_the_command_did(
+    before: dict[str, Any], body: Any, data: Any, expected: dict[str, Any]
+) -> None:
+    """Until the worker says so itself."""
+    status = announcement("backend/1", **before).status
+    after = status_after(status, body, result(data=data), 9.0)
+    assert {name: getattr(after, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("status", [ResultStatus.REFUSED, ResultStatus.FAILED])
+def test_a_command_that_was_not_done_shows_nothing(status: ResultStatus) -> None:
+    """What it left is the worker's to say."""
+    before = announcement("backend/1").status
+    assert status_after(before, PauseGeneration(), result(status), 9.0) is before

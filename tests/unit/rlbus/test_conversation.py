@@ -1,0 +1,122 @@
+"""One request to the controller: the limits of silence as a table, and short requests."""
+
+import asyncio
+
+import pytest
+
+from rlbus import subjects
+from rlbus._conversation import Patience, _Wait, ask, op_name, take_back
+from rlbus._transport import Message
+from rlbus.bus import Bus
+from rlbus.errors import BrokenError, BusyError, DeadlineError, RLBusError
+from rlbus.schemas import CancelOp, ControlRequest, Fault, FaultCode, GetFleet, OpAccepted, PauseFleet, Refusal
+from rlbus.testing import LoopClock, MemoryBroker, run
+
+pytestmark = pytest.mark.unit
+
+SILENCE = DeadlineError("reply", 5.0)
+NOBODY = BrokenError("subject", "nobody listens")
+REQUEST = PauseFleet(op_id="o", deadline_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("awaits", "heard_at", "error", "now", "ends_as"),
+    [
+        (False, None, NOBODY, 0.0, BrokenError),  # nobody there: at once
+        (True, None, NOBODY, 50.0, None),  # whoever waits for the controller goes on
+        (True, None, NOBODY, 100.0, BrokenError),  # until the deadline
+        (False, None, SILENCE, 14.9, None),
+        (False, None, SILENCE, 15.0, DeadlineError),  # no first answer
+        (True, None, SILENCE, 99.0, None),
+        (True, None, SILENCE, 100.0, DeadlineError),
+        (False, 10.0, SILENCE, 39.9, None),
+        (False, 10.0, NOBODY, 39.9, None),  # a controller that was heard may be restarting
+        (False, 10.0, NOBODY, 40.0, BrokenError),  # lost
+        (False, 139.0, SILENCE, 139.9, None),  # it undoes what was begun
+        (False, 139.0, SILENCE, 140.0, DeadlineError),  # deadline and grace are over
+    ],
+)
+def test_each_silence_ends_or_is_borne(
+    awaits: bool, heard_at: float | None, error: DeadlineError | BrokenError, now: float, ends_as: type[RLBusError]
+) -> None:
+    """One row of the table: deadline 100 s, begun at 0 s."""
+
+    async def body() -> RLBusError | None:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            wait = _Wait(bus, "n", REQUEST, Patience(awaits_controller=awaits), started=0.0, heard_at=heard_at)
+            return wait.give_up(error, now)
+
+    end = run(body())
+    assert end is None if ends_as is None else type(end) is ends_as
+
+
+def test_a_disconnect_is_not_taken_for_a_missing_controller() -> None:
+    """While our own connection is down nobody can be heard; that is borne like silence."""
+
+    async def body() -> RLBusError | None:
+        broker = MemoryBroker()
+        transport = broker.connect()
+        async with Bus(transport, clock=LoopClock()) as bus:
+            broker.disconnect(transport)
+            return _Wait(bus, "n", REQUEST, Patience(), started=0.0).give_up(BrokenError("bus", "not connected"), 1.0)
+
+    assert run(body()) is None
+
+
+def test_a_repeat_is_the_same_request_unless_the_controller_was_awaited() -> None:
+    """The controller refuses an op_id with another request; a wait keeps its own end whenever it is heard first."""
+
+    async def body() -> list[float]:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            plain = _Wait(bus, "n", REQUEST, Patience(), started=0.0)
+            awaiting = _Wait(bus, "n", REQUEST, Patience(awaits_controller=True), started=0.0)
+            requests = [plain.request_at(60.0), awaiting.request_at(60.0), awaiting.request_at(200.0)]
+            return [request.deadline_s for request in requests]
+
+    assert run(body()) == [100.0, 40.0, 0.1]
+
+
+def test_short_requests_are_answered_or_refused() -> None:
+    """`ask` returns on OpAccepted, raises the class of a refusal; `take_back` swallows both."""
+    seen: list[ControlRequest] = []
+
+    async def body() -> None:
+        broker = MemoryBroker()
+        async with Bus(broker.connect(), clock=LoopClock()) as ours, Bus(broker.connect(), clock=LoopClock()) as theirs:
+
+            def on_request(request: ControlRequest, message: Message) -> None:
+                seen.append(request)
+                assert message.reply is not None
+                fault = Fault(code=FaultCode.BUSY, message="no")
+                refusal = Refusal(op_id=request.op_id, fault=fault)
+                theirs.publish(message.reply, OpAccepted(op_id=request.op_id) if len(seen) == 1 else refusal)
+
+            theirs.subscribe(subjects.all_control("n"), ControlRequest, on_request)
+            await ask(ours, "n", CancelOp(op_id="c1", of_op_id="o"), limit_s=1.0)
+            with pytest.raises(BusyError):
+                await ask(ours, "n", CancelOp(op_id="c2", of_op_id="o"), limit_s=1.0)
+            await take_back(ours, "n", "o", "me")
+            await take_back(ours, "nobody", "o", "me")
+        assert isinstance(seen[2], CancelOp)
+        assert (seen[2].of_op_id, seen[2].caller) == ("o", "me")
+        assert len(seen) == 3
+
+    run(body())
+
+
+def test_taking_back_is_bounded_when_nobody_answers() -> None:
+    """The caller is leaving; it must not hang on a controller that is silent."""
+
+    async def body() -> float:
+        broker = MemoryBroker()
+        async with Bus(broker.connect(), clock=LoopClock()) as ours, Bus(broker.connect(), clock=LoopClock()) as theirs:
+            theirs.subscribe(subjects.all_control("n"), ControlRequest, lambda _request, _message: None)
+            await take_back(ours, "n", "o", "me")
+            return asyncio.get_running_loop().time()
+
+    assert run(body()) == pytest.approx(5.0)
+
+
+def test_an_op_is_named_as_its_subject() -> None:
+    """The tag of the request is the token."""
+    assert (op_name(REQUEST), op_name(GetFleet(op_id="o"))) == ("pause", "status")

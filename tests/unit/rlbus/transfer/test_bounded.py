@@ -1,0 +1,72 @@
+"""Blocking work is awaited within a bound, and left behind beyond it."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rlbus.errors import DeadlineError, TransferError
+from rlbus.transfer.bounded import GiveUp, call_bounded, run_in_thread
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_result_and_an_error_come_through() -> None:
+    """As they are."""
+    assert call_bounded(lambda: 7, operation="x", limit_s=5, give_up=GiveUp(), discard=lambda _: None) == 7
+    with pytest.raises(ZeroDivisionError):
+        call_bounded(lambda: 1 // 0, operation="x", limit_s=5, give_up=GiveUp(), discard=lambda _: None)
+
+
+def test_work_that_is_late_is_left_behind_and_its_result_discarded() -> None:
+    """The caller gets an error that names the operation and the limit."""
+    gate, discarded, late = threading.Event(), threading.Event(), GiveUp()
+    results: list[str] = []
+
+    def work() -> str:
+        gate.wait(10)
+        return "group"
+
+    def discard(result: str) -> None:
+        results.append(result)
+        discarded.set()
+
+    with pytest.raises(DeadlineError, match="join did not end within") as caught:
+        call_bounded(work, operation="join", limit_s=0.05, give_up=late, discard=discard)
+    assert caught.value.limit_s == 0.05
+    assert late.reason == "left behind"
+    gate.set()
+    assert discarded.wait(10)
+    assert results == ["group"]
+
+
+def test_giving_up_ends_the_wait_with_its_first_reason() -> None:
+    """From another thread."""
+    gate, give_up = threading.Event(), GiveUp()
+    give_up.check("join")
+
+    def work() -> None:
+        give_up.set("the op was cancelled")
+        give_up.set("something later")
+        gate.wait(10)
+
+    with pytest.raises(TransferError, match="join: given up: the op was cancelled"):
+        call_bounded(work, operation="join", limit_s=10, give_up=give_up, discard=lambda _: None)
+    gate.set()
+
+
+def test_a_coroutine_awaits_a_thread_and_can_leave_it() -> None:
+    """Results and errors come through; a cancelled caller doesn't wait."""
+
+    async def scenario() -> None:
+        loop_thread = threading.current_thread()
+        assert await run_in_thread(lambda: threading.current_thread() is loop_thread, name="x") is False
+        with pytest.raises(ZeroDivisionError):
+            await run_in_thread(lambda: 1 // 0, name="x")
+        gate = threading.Event()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await run_in_thread(lambda: gate.wait(10), name="x")
+        gate.set()
+
+    asyncio.run(scenario())

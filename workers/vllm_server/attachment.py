@@ -1,0 +1,251 @@
+"""An agent inside a vLLM API server: on the server's loop, from the moment that it serves until it stops.
+
+Invariants: the server never waits for the bus; of several API server processes exactly the first has an agent; the
+agent ends, with a goodbye, before the application does.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlbus.config import BusConfig
+from rlbus.errors import ConfigError, RLBusError
+from rlbus.workers.config import AgentConfig, Identity
+
+_log = logging.getLogger("rlbus.workers")
+
+# Pause between attempts to connect: doubled from the first to the last, in seconds, and up to half of it longer.
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+# How long the server's socket may take to listen once the application is up, and how often that is looked at.
+LISTEN_S = 60.0
+LISTEN_POLL_S = 0.02
+# How often is looked whether the engine is beyond repair.
+DEATH_POLL_S = 1.0
+# How long the agent may take to stop. Source: AgentConfig.drain_s, release and undo of what still runs.
+STOP_S = 20.0
+
+# This server's address for clients; by default the one it listens on, or that from which it reaches the bus.
+ADVERTISE_HOST = "RLBUS_ADVERTISE_HOST"
+# Parent of the private folder through which engine processes answer.
+RUN_DIR = "RLBUS_RUN_DIR"
+_SUPERVISED = "RLBUS_SUPERVISED"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnv:
+    """What the environment says of a worker inside vLLM."""
+
+    bus: BusConfig
+    identity: Identity
+    agent: AgentConfig
+    advertise_host: str | None = None
+    run_dir: str | None = None
+    # A supervisor restarts the server when it ends.
+    is_supervised: bool = False
+
+    @classmethod
+    def parse(cls, environ: Mapping[str, str]) -> "WorkerEnv | None":
+        """Parse; None without RLBUS_URL, when the server shall stay off the bus.
+
+        Raises:
+            ConfigError: a value is wrong.
+        """
+        if not environ.get("RLBUS_URL"):
+            return None
+        return cls(
+            bus=BusConfig.from_env(environ=environ),
+            identity=Identity.from_env(environ=environ),
+            agent=AgentConfig.from_env(environ=environ),
+            advertise_host=environ.get(ADVERTISE_HOST) or None,
+            run_dir=environ.get(RUN_DIR) or None,
+            is_supervised=environ.get(_SUPERVISED) == "1",
+        )
+
+
+class Attachment:
+    """Runs the agent of one server. `start` once it is up, `aclose` before it goes."""
+
+    def __init__(self, llm: Any, args: Any, env: WorkerEnv) -> None:
+        self._llm = llm
+        self._args = args
+        self._env = env
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_env(cls, llm: Any, args: Any, environ: Mapping[str, str] | None = None) -> "Attachment | None":
+        """The attachment of this API server process, None if it is to have none; the log says why.
+
+        Raises:
+            ConfigError: a value in the environment is wrong.
+        """
+        env = WorkerEnv.parse(os.environ if environ is None else environ)
+        if env is None:
+            _log.warning("rlbus: RLBUS_URL is not set, so this server stays off the bus")
+            return None
+        parallel = llm.vllm_config.parallel_config
+        index, count = parallel._api_process_rank, parallel._api_process_count
+        if index != 0:
+            _log.info("rlbus: API server %d of %d; the agent runs in the first one", index, count)
+            return None
+        return cls(llm, args, env)
+
+    def start(self, app: Any) -> None:
+        """Begin to run the agent, on the running loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run(app))
+
+    async def aclose(self) -> None:
+        """Stop the agent, which says goodbye. Idempotent, bounded by STOP_S. Cancel: the agent is cancelled."""
+        self._stop.set()
+        task, self._task = self._task, None
+        if task is None:
+            return
+        try:
+            _, pending = await asyncio.wait({task}, timeout=STOP_S)
+            if pending:
+                _log.error("rlbus: the agent did not stop within %g s", STOP_S)
+        finally:
+            task.cancel()
+
+    async def _run(self, app: Any) -> None:
+        from rlbus.workers.vllm_server.engine import VllmEngine
+
+        identity = self._env.identity
+        who = f"{identity.component}/{identity.instance_id}"
+        try:
+            await self._until_listening(app)
+            engine = VllmEngine(self._llm, completions_url=self._url(app), run_dir=self._env.run_dir)
+            try:
+                await engine.start()
+                await self._serve(engine, who)
+            finally:
+                await engine.aclose()
+        except Exception:  # noqa: BLE001 - the server's log is where this is seen; the server itself goes on
+            _log.exception("rlbus: worker %s ended; the server goes on without it", who)
+
+    async def _serve(self, engine: Any, who: str) -> None:
+        """Connect and run the agent, again and again with growing pauses when that fails, until the server stops."""
+        retry_s = FIRST_RETRY_S
+        while not self._stop.is_set():
+            try:
+                await self._connect_and_host(engine, who)
+                retry_s = FIRST_RETRY_S
+            except ConfigError:
+                raise
+            except RLBusError as exc:
+                _log.warning("rlbus: worker %s is not on the bus (%s); next try in about %.0f s", who, exc, retry_s)
+            except Exception:  # noqa: BLE001 - a bug of ours; the log has it, and the worker is tried again
+                _log.exception("rlbus: the agent of %s failed; next try in about %.0f s", who, retry_s)
+            await self._stopped_within(retry_s * random.uniform(1.0, 1.5))
+            retry_s = min(retry_s * 2, MAX_RETRY_S)
+
+    async def _connect_and_host(self, engine: Any, who: str) -> None:
+        from rlbus.connecting import connect_bus
+        from rlbus.workers.agent import Agent
+
+        config, identity = self._env.bus, self._env.identity
+        async with await connect_bus(config, name=f"worker-{identity.component}-{identity.instance_id}") as bus:
+            agent = Agent(
+                engine,
+                bus,
+                namespace=config.namespace,
+                component=identity.component,
+                instance_id=identity.instance_id,
+                config=self._env.agent,
+            )
+            _log.info("rlbus: worker %s of namespace %s is on %s", who, config.namespace, config.url)
+            await self._host(agent, engine)
+
+    async def _host(self, agent: Any, engine: Any) -> None:
+        """Run one agent until the server stops, or its engine can't be helped any more."""
+        loop = asyncio.get_running_loop()
+        running = loop.create_task(agent.run())
+        stopping = loop.create_task(self._stop.wait())
+        try:
+            is_told = False
+            while not running.done():
+                await asyncio.wait({running, stopping}, timeout=DEATH_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                if self._stop.is_set():
+                    break
+                if engine.death is not None and not is_told:
+                    is_told = True
+                    self._on_death(engine.death)
+            agent.stop("the server stops")
+            await running
+        finally:
+            stopping.cancel()
+            running.cancel()
+
+    def _on_death(self, why: str) -> None:
+        """vLLM stops a server whose engine died by itself, but not one whose engine only rlbus knows to be lost."""
+        if not self._env.is_supervised:
+            _log.error("rlbus: %s", why)
+            return
+        _log.error("rlbus: %s; the server stops, to be started anew", why)
+        signal.raise_signal(signal.SIGTERM)
+
+    async def _stopped_within(self, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._stop.wait()
+        except TimeoutError:
+            return
+
+    # --- where the server can be reached
+
+    async def _until_listening(self, app: Any) -> None:
+        """Wait until the server takes connections, so that the address that is announced answers."""
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + LISTEN_S
+        while not getattr(getattr(app.state, "server", None), "started", False):
+            if self._stop.is_set():
+                return
+            if loop.time() > ends_s:
+                _log.warning("rlbus: the server doesn't listen after %g s; the worker joins the bus anyway", LISTEN_S)
+                return
+            await self._stopped_within(LISTEN_POLL_S)
+
+    def _url(self, app: Any) -> str | None:
+        """The base URL of the OpenAI routes; None for a Unix socket."""
+        args = self._args
+        if args.uds:
+            return None
+        host, port = args.host or "", args.port
+        if port == 0:
+            port = _bound_port(app)
+            if port is None:
+                _log.warning("rlbus: the port of this server can't be told, so no completions URL is announced")
+                return None
+        if self._env.advertise_host is not None:
+            host = self._env.advertise_host
+        elif host in ("", "0.0.0.0", "::"):
+            host = local_address_towards(self._env.bus.servers[0])
+        scheme = "https" if args.ssl_keyfile and args.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bound_port(app: Any) -> int | None:
+    """The port that the system gave to a server that was started with port 0."""
+    for server in getattr(app.state.server, "servers", []):
+        for sock in server.sockets:
+            return int(sock.getsockname()[1])
+    return None
+
+
+def local_address_towards(url: str) -> str:
+    """The address of this machine from which it reaches the bus: where others on the bus can reach it, most likely."""
+    parts = urlsplit(url)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname or "127.0.0.1", parts.port or 4222))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

