@@ -1,94 +1,139 @@
 """How one worker's answer to a step changes its seat. Pure. `RECORD` has one function per stage."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import named
 from rlbus.controller.spans import check_joined
-from rlbus.controller.update_state import Blame, Damage, Hold, Stage, UpdateState
+from rlbus.controller.update_state import Blame, Damage, Hold, Seat, Stage, UpdateState
 from rlbus.schemas import Fault, FaultCode, Outcome, ReceivedData, WeightsData, WeightsState, WorkerId
 
-Recorder = Callable[[UpdateState, WorkerId, StepAnswer], UpdateState]
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What an answer makes of a seat. `cause` is what went wrong, `lacks` that it needs the manifest first."""
+
+    seat: Seat
+    cause: Fault | None = None
+    lacks: bool = False
 
 
-def change(state: UpdateState, worker: WorkerId, **fields: Any) -> UpdateState:
-    """The state with some fields of one seat replaced."""
-    return replace(state, seats={**state.seats, worker: replace(state.seats[worker], **fields)})
+Recorder = Callable[[UpdateState, Seat, StepAnswer], Note]
+
+
+def record(state: UpdateState, answers: Mapping[WorkerId, StepAnswer]) -> UpdateState:
+    """Take down what workers said to the step that is awaited; answers that nobody waits for are dropped."""
+    seats = dict(state.seats)
+    causes, lacking, ok = list(state.causes), list(state.lacking), set(state.accepted)
+    answered = [worker for worker in answers if worker in state.pending]
+    for worker in answered:
+        if worker not in seats:  # of the old group, and not of this update
+            continue
+        note = RECORD[state.stage](state, seats[worker], answers[worker])
+        seats[worker] = note.seat
+        if note.cause is not None:
+            causes.append(named(note.cause, worker))
+        if note.lacks:
+            lacking.append(worker)
+        if answers[worker].is_ok:
+            ok.add(worker)
+    is_broken = state.stage is Stage.RECEIVE and len(causes) > len(state.causes)
+    return replace(
+        state,
+        seats=seats,
+        causes=tuple(causes),
+        lacking=tuple(lacking),
+        accepted=frozenset(ok),
+        pending=state.pending.difference(answered),
+        # A broadcast that failed for one may hang, or lie, for the others next time.
+        is_group_suspect=state.is_group_suspect or is_broken,
+    )
+
+
+def change(state: UpdateState, workers: Iterable[WorkerId], **fields: Any) -> UpdateState:
+    """The state with some fields of these workers' seats replaced."""
+    seats = dict(state.seats)
+    for worker in workers:
+        seats[worker] = replace(seats[worker], **fields)
+    return replace(state, seats=seats)
 
 
 def blame(state: UpdateState, worker: WorkerId, outcome: Outcome, why: Fault, phase: str | None = None) -> UpdateState:
     """Note what went wrong on a worker (in `phase`, None: the present one), unless something did before."""
-    state = replace(state, causes=(*state.causes, named(why, worker)))
-    if not state.seats[worker].is_good:
-        return state
-    return change(state, worker, blame=Blame(outcome, state.phase if phase is None else phase, why))
+    seat = _blamed(state.seats[worker], outcome, why, state.phase if phase is None else phase)
+    return replace(state, seats={**state.seats, worker: seat}, causes=(*state.causes, named(why, worker)))
 
 
-def _blame_answer(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _blamed(seat: Seat, outcome: Outcome, why: Fault, phase: str) -> Seat:
+    return replace(seat, blame=Blame(outcome, phase, why)) if seat.is_good else seat
+
+
+def _blame_answer(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if answer.is_ok:
-        return state
+        return Note(seat)
     assert answer.fault is not None
-    return blame(state, worker, answer.outcome, answer.fault)
+    return Note(_blamed(seat, answer.outcome, answer.fault, state.phase), answer.fault)
 
 
-def _prepared(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _prepared(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     lacks = answer.fault is not None and answer.fault.code is FaultCode.MANIFEST_UNKNOWN
     if lacks and state.stage is Stage.PREPARE:
-        return replace(state, lacking=(*state.lacking, worker))
-    return _blame_answer(state, worker, answer)
+        return Note(seat, lacks=True)
+    return _blame_answer(state, seat, answer)
 
 
-def _ignored(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
-    return state
+def _ignored(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
+    return Note(seat)
 
 
-def _joined(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _joined(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if not answer.is_ok:
-        return _blame_answer(state, worker, answer)
+        return _blame_answer(state, seat, answer)
     assert state.group is not None
-    problem = check_joined(state.group.plan, worker, answer.data)
+    worker = seat.candidate.worker
+    problem = check_joined(state.group.plan, worker, state.group.spans.get(worker), answer.data)
     if problem is not None:
-        return blame(state, worker, Outcome.FAILED, problem)
-    return change(state, worker, is_joined=True)
+        return Note(_blamed(seat, Outcome.FAILED, problem, state.phase), problem)
+    return Note(replace(seat, is_joined=True))
 
 
-def _paused(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _paused(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if answer.is_ok:
-        return change(state, worker, hold=Hold.PAUSED)
+        return Note(replace(seat, hold=Hold.PAUSED))
     if answer.outcome is not Outcome.UNKNOWN:  # else it may be paused: it stays ASKED, and is let go with the others
-        state = change(state, worker, hold=Hold.NONE)
-    return _blame_answer(state, worker, answer)
+        seat = replace(seat, hold=Hold.NONE)
+    return _blame_answer(state, seat, answer)
 
 
-def _received(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _received(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if answer.is_ok:
         data = answer.data if isinstance(answer.data, ReceivedData) else None
-        return change(state, worker, damage=Damage.RECEIVED, received=data)
+        return Note(replace(seat, damage=Damage.RECEIVED, received=data))
     if answer.outcome is Outcome.REFUSED:
-        state = change(state, worker, damage=Damage.NONE)
-    return _blame_answer(replace(state, is_group_suspect=True), worker, answer)
+        seat = replace(seat, damage=Damage.NONE)
+    return _blame_answer(state, seat, answer)
 
 
-def _committed(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _committed(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if answer.is_ok:
-        return change(state, worker, damage=Damage.COMMITTED)
-    return _blame_answer(state, worker, answer)
+        return Note(replace(seat, damage=Damage.COMMITTED))
+    return _blame_answer(state, seat, answer)
 
 
-def _released(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _released(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if answer.is_ok:
-        return change(state, worker, hold=Hold.RELEASED)
-    return _blame_answer(state, worker, answer)
+        return Note(replace(seat, hold=Hold.RELEASED))
+    return _blame_answer(state, seat, answer)
 
 
-def _aborted(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _aborted(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     # A refusal says that there was nothing to abort, a failure is judged by what the worker says of its weights next.
-    return _blame_answer(state, worker, answer) if answer.outcome is Outcome.UNKNOWN else state
+    return _blame_answer(state, seat, answer) if answer.outcome is Outcome.UNKNOWN else Note(seat)
 
 
-def _settled(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _settled(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     """Take the worker's own word for what its weights are; without a word they count as torn.
 
     One whose commit wasn't heard of may well have the new version: then nothing is wrong with it.
@@ -96,18 +141,17 @@ def _settled(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> Update
     damage = Damage.TORN
     if answer.is_ok and isinstance(answer.data, WeightsData) and answer.data.weights.state is WeightsState.CLEAN:
         if answer.data.weights.version == state.plan.request.version:
-            return change(state, worker, damage=Damage.COMMITTED, blame=None)
+            return Note(replace(seat, damage=Damage.COMMITTED, blame=None))
         damage = Damage.NONE
-    return _blame_answer(change(state, worker, damage=damage), worker, answer)
+    return _blame_answer(state, replace(seat, damage=damage), answer)
 
 
-def _freed(state: UpdateState, worker: WorkerId, answer: StepAnswer) -> UpdateState:
+def _freed(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if answer.is_ok:
-        return change(state, worker, hold=Hold.RELEASED)
+        return Note(replace(seat, hold=Hold.RELEASED))
     if answer.is_busy:  # asked again as long as there are tries left
-        return state
-    assert answer.fault is not None
-    return blame(change(state, worker, hold=Hold.STUCK), worker, answer.outcome, answer.fault)
+        return Note(seat)
+    return _blame_answer(state, replace(seat, hold=Hold.STUCK), answer)
 
 
 RECORD: dict[Stage, Recorder] = {

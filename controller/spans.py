@@ -16,7 +16,6 @@ from rlbus.schemas import (
     ResultData,
     WorkerId,
     split_worker_id,
-    worker_id,
 )
 
 
@@ -46,20 +45,11 @@ def group_size(spans: Sequence[RankSpan], num_trainer_ranks: int) -> int:
     return num_trainer_ranks + sum(span.num_ranks for span in spans)
 
 
-def span_of(plan: GroupPlan, worker: WorkerId) -> RankSpan | None:
-    """The span of one worker, None if it isn't in the group."""
-    for span in plan.spans:
-        if worker_id(span.component, span.instance_id) == worker:
-            return span
-    return None
-
-
-def check_joined(plan: GroupPlan, worker: WorkerId, data: ResultData | None) -> Fault | None:
-    """Whether what a worker says of the group it joined is what was planned for it; the fault if not.
+def check_joined(plan: GroupPlan, worker: WorkerId, span: RankSpan | None, data: ResultData | None) -> Fault | None:
+    """Whether what a worker says of the group it joined is what was planned for it (`span`); the fault if not.
 
     Asked before any tensor is sent: a worker that counts otherwise would hang everybody, or take another's bytes.
     """
-    span = span_of(plan, worker)
     if span is None:
         return _fault(worker, f"it isn't in the plan of group {plan.epoch}")
     if not isinstance(data, JoinedData):

@@ -22,7 +22,6 @@ from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import fault
 from rlbus.controller.report import Timings, update_report
 from rlbus.controller.service import Controller, Settings
-from rlbus.controller.spans import span_of
 from rlbus.controller.transaction import decide
 from rlbus.controller.update_state import (
     Action,
@@ -215,9 +214,7 @@ class Play:
     def _ok(self, worker: WorkerId) -> StepAnswer:
         if self.state.stage is Stage.JOIN:
             assert self.state.group is not None
-            plan = self.state.group.plan
-            span = span_of(plan, worker)
-            assert span is not None
+            plan, span = self.state.group.plan, self.state.group.spans[worker]
             ranks = tuple(range(span.first, span.first + span.num_ranks))
             return StepAnswer(Outcome.OK, None, JoinedData(epoch=plan.epoch, ranks=ranks, world_size=plan.world_size))
         if self.state.stage is Stage.RECEIVE:

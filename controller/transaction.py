@@ -8,12 +8,11 @@ prepare -> form or reuse the group -> sender ready -> pause -> receive -> verify
 - `require` lets workers drop out while preparing; a group, once formed, needs all of its members.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
-from rlbus.controller.answers import StepAnswer
 from rlbus.controller.grouping import fits, new_plan
-from rlbus.controller.seats import RECORD, blame, change
+from rlbus.controller.seats import blame, change, record
 from rlbus.controller.update_state import (
     FORWARD,
     Action,
@@ -69,9 +68,11 @@ def decide(state: UpdateState, event: Event) -> Decision:
         case WorkerAccepted():
             if event.step != state.step or event.worker not in state.pending:
                 return state, ()
-            return _advance(replace(state, accepted=state.accepted | {event.worker}))
+            state = replace(state, accepted=state.accepted | {event.worker})
+            # Only the last one moves anything; a look at everybody for each would cost a large fleet dearly.
+            return _advance(state) if state.pending <= state.accepted else (state, ())
         case WorkersAnswered():
-            return (state, ()) if event.step != state.step else _advance(_record(state, event.answers))
+            return (state, ()) if event.step != state.step else _advance(record(state, event.answers))
         case WorkerGone():
             return _on_gone(state, event)
         case SenderJoined():
@@ -89,22 +90,13 @@ def decide(state: UpdateState, event: Event) -> Decision:
 # -- events that come at any time -------------------------------------------------------------------------------------
 
 
-def _record(state: UpdateState, answers: Mapping[WorkerId, StepAnswer]) -> UpdateState:
-    """Take down what the workers said to the step that is awaited."""
-    answers = {w: a for w, a in answers.items() if w in state.pending}
-    for worker, answer in answers.items():
-        state = RECORD[state.stage](state, worker, answer)
-    ok = frozenset(w for w, a in answers.items() if a.is_ok)
-    return replace(state, pending=state.pending - answers.keys(), accepted=state.accepted | ok)
-
-
 def _on_gone(state: UpdateState, event: WorkerGone) -> Decision:
     seat = state.seats.get(event.worker)
     if seat is None or seat.is_gone:
         return state, ()
     # What it had was that of the process that is gone.
     is_done = seat.damage is Damage.COMMITTED and seat.hold is Hold.RELEASED
-    state = change(state, event.worker, is_gone=True, hold=Hold.NONE)
+    state = change(state, [event.worker], is_gone=True, hold=Hold.NONE)
     if not is_done:
         state = blame(state, event.worker, Outcome.FAILED, event.fault)
     state = replace(state, pending=state.pending - {event.worker})
@@ -212,8 +204,7 @@ def _form(state: UpdateState) -> Decision:
     crew = tuple(state.seats[w].candidate for w in state.crew)
     if plan.current is not None and plan.is_whole and fits(plan.current, plan.request, crew):
         state = replace(state, stage=Stage.JOIN, step=None, group=plan.current)
-        for worker in state.crew:
-            state = change(state, worker, is_joined=True)
+        state = change(state, state.crew, is_joined=True)
         return _after_join(state)
     if plan.current is None:
         return _join(state)
@@ -256,8 +247,7 @@ def _pause(state: UpdateState) -> Decision:
     running = tuple(w for w in state.crew if not state.seats[w].candidate.is_held)
     if not running:
         return _receive(state)
-    for worker in running:
-        state = change(state, worker, hold=Hold.ASKED)
+    state = change(state, running, hold=Hold.ASKED)
     # The caches are emptied after the commit, when it counts.
     return _ask(state, Stage.PAUSE, PauseGeneration(mode=state.plan.request.pause_mode, clear_cache=False), running)
 
@@ -274,8 +264,7 @@ def _after_pause(state: UpdateState) -> Decision:
 def _receive(state: UpdateState) -> Decision:
     assert state.group is not None
     request, crew, epoch = state.plan.request, state.crew, state.group.plan.epoch
-    for worker in crew:
-        state = change(state, worker, damage=Damage.OPEN)
+    state = change(state, crew, damage=Damage.OPEN)
     body = ReceiveWeights(
         update_op_id=request.op_id,
         epoch=epoch,

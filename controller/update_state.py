@@ -7,7 +7,7 @@ and stays; at most one fan-out (`step`) is awaited at a time.
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlbus.controller.answers import StepAnswer
 from rlbus.schemas import (
@@ -18,6 +18,7 @@ from rlbus.schemas import (
     LeaveTask,
     ManifestPage,
     Outcome,
+    RankSpan,
     ReceivedData,
     SendTask,
     TensorSpec,
@@ -122,11 +123,16 @@ class Group:
     plan: GroupPlan
     sender_id: str
     boots: Mapping[WorkerId, str]
+    # The plan's spans by worker, in the order of their ranks.
+    spans: Mapping[WorkerId, RankSpan] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", {worker_id(s.component, s.instance_id): s for s in self.plan.spans})
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """Its workers, in the order of their ranks."""
-        return tuple(worker_id(s.component, s.instance_id) for s in self.plan.spans)
+        return tuple(self.spans)
 
 
 @dataclass(frozen=True, slots=True)

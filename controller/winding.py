@@ -74,9 +74,7 @@ def _after_abort(state: UpdateState) -> Decision:
     opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
     if opened and state.may_have_sent:
         return _ask(state, Stage.SETTLE, GetVersion(), opened)
-    for worker in opened:
-        state = change(state, worker, damage=Damage.NONE)  # no byte can have reached it
-    return _free(state)
+    return _free(change(state, opened, damage=Damage.NONE))  # no byte can have reached them
 
 
 def _after_settle(state: UpdateState) -> Decision:
@@ -119,7 +117,7 @@ def _after_free(state: UpdateState) -> Decision:
         return _ask(state, Stage.FREE, ResumeGeneration(), busy, step=step, after_s=FREE_RETRY_S)
     for worker in busy:
         why = fault(FaultCode.BUSY, f"still busy after {MAX_FREE_TRIES} tries to resume it; it may stay paused")
-        state = blame(change(state, worker, hold=Hold.STUCK), worker, Outcome.FAILED, why)
+        state = blame(change(state, [worker], hold=Hold.STUCK), worker, Outcome.FAILED, why)
     return _leave(state)
 
 

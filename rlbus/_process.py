@@ -57,8 +57,9 @@ class Child:
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
         stdout: int | None = None,
+        stderr: int | None = None,
     ) -> "Child":
-        """Start `argv`. stderr (and stdout, unless `stdout` says otherwise) go to `log`, or to nobody.
+        """Start `argv`. stderr and stdout, unless an argument says otherwise, go to `log`, or to nobody.
 
         The parent-death signal is bound to the thread that starts the child: call it on a thread that lives as long
         as the process does. Cancel: no child is left.
@@ -71,7 +72,7 @@ class Child:
                 env=None if env is None else {**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=sink if stdout is None else stdout,
-                stderr=sink,
+                stderr=sink if stderr is None else stderr,
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
                 limit=2**20,

@@ -11,7 +11,7 @@ import typer
 from rlbus._conversation import ProgressHandler
 from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of, version_of
 from rlbus.cli.output import ExitCode, Output, exit_code_of_report
-from rlbus.cli.views import failure_text, show_report, show_status, show_workers
+from rlbus.cli.views import failure_text, present, show_report, show_status, show_workers
 from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, VERB_DEADLINE_S, FleetClient
 from rlbus.errors import ConfigError, DeadlineError
 from rlbus.schemas import FleetView, PauseMode, Report, Target
@@ -249,7 +249,7 @@ def status(
 
 
 def _code_of_view(view: FleetView) -> ExitCode:
-    return ExitCode.OK if view.members else ExitCode.NOTHING_THERE
+    return ExitCode.OK if present(view) else ExitCode.NOTHING_THERE
 
 
 async def _watch(out: Output, fleet: FleetClient, deadline_s: float) -> NoReturn:

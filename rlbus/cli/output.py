@@ -89,9 +89,12 @@ class Output:
 
     def __init__(self, is_json: bool) -> None:
         self.is_json = is_json
+        # A service that fails later has already written its document; there is never a second one.
+        self.has_document = False
 
     def document(self, document: Any) -> None:
         """Write the one JSON document; Structs may be in it."""
+        self.has_document = True
         typer.echo(json.dumps(msgspec.to_builtins(document, str_keys=True), ensure_ascii=False))
         sys.stdout.flush()
 
@@ -115,7 +118,7 @@ class Output:
         """Write what went wrong: one line on stderr, with `--json` also the document. Returns how to end."""
         code = exit_code_of_error(error)
         text = "interrupted" if code is ExitCode.INTERRUPTED else one_line(error)
-        if self.is_json:
+        if self.is_json and not self.has_document:
             named = error.code.value if isinstance(error, FaultError) else type(error).__name__
             detail = error.fault.detail if isinstance(error, FaultError) else {}
             self.document({"error": {"code": named, "message": text, "detail": detail}, "exit_code": int(code)})

@@ -13,6 +13,7 @@ import typer
 from rlbus.cli.options import Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
+from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id
 
 if TYPE_CHECKING:
@@ -183,6 +184,57 @@ def worker_torch(
         return TorchEngine(model, ranks=ranks, port=port)
 
     _run_worker(make, url, namespace, component, instance_id, weight_root, json)
+
+
+@worker_app.command("vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def worker_vllm(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL [VLLM OPTIONS]", help="A folder, or a name that vLLM knows.")],
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="As of the other commands.")] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="The fleet.")] = None,
+    component: Annotated[str | None, typer.Option("--component", metavar="NAME", help="Part of the fleet.")] = None,
+    instance_id: InstanceId = None,
+    weight_root: WeightRoots = None,
+    small: Annotated[bool, typer.Option("--small", help="Leave room for others on a machine without a GPU.")] = False,
+    json: Json = False,
+) -> None:
+    """Start a vLLM server that is on the bus, and start it again when it dies.
+
+    Everything that isn't listed below goes to vLLM as it is. Give MODEL first.
+    """
+    out = Output(json)
+    log_as_service()
+    roots = [str(Path(root).absolute()) for root in weight_root or ()]
+
+    async def serve() -> ExitCode:
+        if model.startswith("-"):
+            raise ConfigError("MODEL", model, "give the model first, then vLLM's options")
+        bus_config = BusConfig.from_env(url=url, namespace=namespace)
+        from rlbus.connecting import connect_bus
+        from rlbus.workers.config import Identity
+        from rlbus.workers.vllm_server.supervisor import supervise
+
+        # vLLM takes a minute to start; a bus that can't be reached is told before that.
+        await (await connect_bus(bus_config, name="rlbus-worker-vllm")).aclose()
+        who = Identity.from_env(component=component, instance_id=instance_id)
+        name = worker_id(who.component, who.instance_id)
+        if json:
+            out.document({"worker": name, "namespace": bus_config.namespace, "pid": os.getpid()})
+        out.line(f"worker {name} of namespace {bus_config.namespace} starts; `rlbus workers` shows when it is there")
+        code = await supervise(
+            model,
+            ctx.args,
+            bus_config=bus_config,
+            component=who.component,
+            instance_id=who.instance_id,
+            weight_roots=roots,
+            is_small=small,
+        )
+        if code != 0:
+            out.error(BrokenError(name, "its vLLM server died again and again; its output above says why"))
+        return ExitCode.OK if code == 0 else ExitCode.FAILED
+
+    run_command(out, serve)
 
 
 def _run_worker(

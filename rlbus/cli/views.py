@@ -24,8 +24,9 @@ HOW_TO_START = "start one with `rlbus worker fake`, `rlbus worker torch DIR` or 
 
 def show_workers(out: Output, view: FleetView) -> None:
     """One line per worker, then what must not be overlooked."""
-    if not view.members:
+    if not present(view):
         out.line(f"no workers in namespace {view.namespace}; {HOW_TO_START}")
+    if not view.members:
         return
     now = time.time()
     head = ("WORKER", "ENGINE", "MODEL", "RANKS", "LIVENESS", "GENERATION", "WEIGHTS", "ADMITTED", "SEEN")
@@ -41,11 +42,17 @@ def show_status(out: Output, view: FleetView) -> None:
     parts = [f"namespace {view.namespace}", f"version {version}", f"running op {view.op_id or 'none'}"]
     parts += [f"group {'none' if view.epoch is None else view.epoch}", f"controller term {view.term}"]
     out.line(", ".join(parts))
-    if view.members:
-        num_admitted = sum(member.admitted for member in view.members)
-        ranks = sum(m.descriptor.world_size for m in view.members if m.liveness is Liveness.ALIVE)
-        out.line(f"{counted(len(view.members), 'worker')}, {num_admitted} admitted, {counted(ranks, 'live rank')}")
+    there = present(view)
+    if there:
+        num_admitted = sum(member.admitted for member in there)
+        ranks = sum(m.descriptor.world_size for m in there if m.liveness is Liveness.ALIVE)
+        out.line(f"{counted(len(there), 'worker')}, {num_admitted} admitted, {counted(ranks, 'live rank')}")
     show_workers(out, view)
+
+
+def present(view: FleetView) -> list[MemberView]:
+    """The workers that are there: not those that left or are dead, which a view shows for a while."""
+    return [m for m in view.members if m.liveness in (Liveness.ALIVE, Liveness.SUSPECT)]
 
 
 def counted(count: int, what: str) -> str:

@@ -79,7 +79,7 @@ def receive(
 def _drain(incoming: "_Incoming") -> None:
     """Take what still comes, for the sake of the other members."""
     try:
-        for _ in incoming:
+        while next(incoming, None) is not None:  # not a for loop, whose variable would keep each a tensor too long
             pass
     except TransferError as exc:
         _log.warning("while dropping the rest of a transfer that can't be loaded: %s", exc)

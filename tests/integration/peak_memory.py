@@ -19,7 +19,6 @@ from rlbus.transfer.source import weight_source
 from rlbus.transfer.stream import HEADER_BYTES, Header, pack_header, stream_token
 
 BUCKET_BYTES = 8 * 1024 * 1024
-TENSOR_BYTES = 256 * 1024 * 1024
 SIDE = 8192
 SPECS = (
     TensorSpec(name="large", dtype="float32", shape=(SIDE, SIDE)),

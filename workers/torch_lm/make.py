@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 
 # The scale of Qwen3's own initialisation (initializer_range).
 INIT_STD = 0.02
+# Three special tokens and 256 bytes; a smaller vocabulary gets no tokenizer.
+MIN_TOKENIZED_VOCAB = 259
 
 
 def make_tiny_model(
@@ -21,10 +23,12 @@ def make_tiny_model(
     kv_heads: int = 2,
     head_dim: int = 32,
     max_positions: int = 512,
+    is_head_tied: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write config.json, model.safetensors (float32), generation_config.json and, if `tokenizers` is installed, a
-    byte-level tokenizer without merges. The same arguments give the same bytes. Returns the folder.
+    """Write config.json, model.safetensors (float32), generation_config.json and, if `tokenizers` is installed and the
+    vocabulary has room for it, a byte-level tokenizer without merges. The same arguments give the same bytes. Returns
+    the folder.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +50,7 @@ def make_tiny_model(
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": is_head_tied,
         "use_cache": True,
         "bos_token_id": 0,
         "eos_token_id": 1,
@@ -55,7 +59,7 @@ def make_tiny_model(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
     save_file(_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder, vocab_size)
+    _write_tokenizer(folder, vocab_size, max_positions)
     return folder
 
 
@@ -86,20 +90,22 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
             f"{layer}.post_attention_layernorm.weight": torch.ones(hidden),
         }
     weights["model.norm.weight"] = torch.ones(hidden)
-    weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
     return weights
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def _write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> None:
     """A byte-level BPE without merges: ids 0 to 2 are special, then the 256 bytes. Ids beyond have no text."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
         return  # token ids are enough for the torch engine
+    if vocab_size < MIN_TOKENIZED_VOCAB:
+        return
     special = ["<s>", "</s>", "<unk>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*special, *alphabet])}
-    assert len(vocab) <= vocab_size
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,7 +118,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
                 "bos_token": "<s>",
                 "eos_token": "</s>",
                 "unk_token": "<unk>",
-                "model_max_length": 512,
+                "model_max_length": max_positions,
             }
         )
     )

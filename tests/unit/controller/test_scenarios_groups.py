@@ -178,3 +178,17 @@ def test_the_receive_command_names_the_update_and_its_group() -> None:
         assert (body.update_op_id, body.epoch, body.bucket_bytes) == (report.op_id, 1, 4096)
 
     play([worker(1)], scenario)
+
+
+def test_a_mutation_always_says_whom_it_is_meant_for() -> None:
+    """A worker that nobody knows yet must not be paused by a broadcast that nobody would undo on it."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.update(7)
+        await scene.fleet.client.versions()
+        await asyncio.sleep(0.1)
+        meant = {route_of(c.body): c.members for c, subject in scene.commands if subject.count(".") == 4}
+        assert meant["pause_generation"] == meant["commit_weights_update"] == ("1", "2")
+        assert meant["get_weight_version"] is None
+
+    play([worker(1), worker(2)], scenario)

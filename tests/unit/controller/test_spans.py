@@ -3,7 +3,7 @@
 import pytest
 
 from rlbus.controller.grouping import new_plan
-from rlbus.controller.spans import check_joined, group_size, rank_spans, span_of
+from rlbus.controller.spans import check_joined, group_size, rank_spans
 from rlbus.controller.testing import plan_of
 from rlbus.errors import ConfigError
 from rlbus.schemas import FaultCode, JoinedData, ResultData, WeightsData, WeightsState, WeightsView, WorkerId
@@ -66,7 +66,7 @@ def test_what_a_worker_says_of_the_group_is_checked_before_any_tensor(
     """A worker that counts otherwise than planned fails the forming of the group."""
     plan = plan_of("backend/1", "backend/2", sizes={"backend/2": 2})
     group = new_plan(plan, plan.candidates)
-    found = check_joined(group, WorkerId("backend/2"), data)
+    found = check_joined(group, WorkerId("backend/2"), group.spans[1], data)
     assert (None if found is None else found.message) == problem
     assert found is None or found.code is FaultCode.GROUP_FAILED
 
@@ -75,7 +75,6 @@ def test_a_worker_outside_of_the_plan_has_no_span() -> None:
     """It is named as such."""
     plan = plan_of("backend/1")
     group = new_plan(plan, plan.candidates)
-    assert span_of(group, WorkerId("backend/9")) is None
-    found = check_joined(group, WorkerId("backend/9"), joined())
+    found = check_joined(group, WorkerId("backend/9"), None, joined())
     assert found is not None
     assert found.message == "backend/9: it isn't in the plan of group 1"

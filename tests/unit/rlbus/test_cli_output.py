@@ -7,7 +7,7 @@ import pytest
 
 from rlbus.cli.options import target_of, version_of
 from rlbus.cli.output import ExitCode, Output, age, aligned, exit_code_of_error, exit_code_of_report, progress_text
-from rlbus.cli.views import show_report, show_status, warnings_of
+from rlbus.cli.views import present, show_report, show_status, warnings_of
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, PartialError, TransferError, error_from_fault
 from rlbus.schemas import (
     Descriptor,
@@ -119,6 +119,16 @@ def test_an_error_is_one_line_on_stderr_and_a_document_on_stdout(capsys: pytest.
     assert captured.err == "rlbus: another op runs [busy]\n"
 
 
+def test_there_is_never_a_second_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """A service that is up and fails later says so on stderr only."""
+    out = Output(True)
+    out.document({"url": "x"})
+    assert out.error(BrokenError("nats", "gone")) is ExitCode.NOTHING_THERE
+    captured = capsys.readouterr()
+    assert captured.out == '{"url": "x"}\n'
+    assert captured.err == "rlbus: nats: gone\n"
+
+
 def test_without_json_an_error_leaves_stdout_empty(capsys: pytest.CaptureFixture[str]) -> None:
     """And one that isn't ours is named as a bug."""
     Output(False).error(ZeroDivisionError("oops"))
@@ -218,6 +228,17 @@ def test_an_empty_fleet_says_how_to_start_a_worker(capsys: pytest.CaptureFixture
     """Not an empty table."""
     show_status(Output(False), FleetView(namespace="n", term=1, version=None, epoch=None, op_id=None, members=()))
     assert "no workers in namespace n; start one with `rlbus worker fake`" in capsys.readouterr().out
+
+
+def test_workers_that_left_are_shown_but_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """A fleet whose workers are all gone is as empty as one that never had any."""
+    gone = member(WeightsView(state=WeightsState.CLEAN), liveness=Liveness.LEFT)
+    view = FleetView(namespace="n", term=1, version=None, epoch=None, op_id=None, members=(gone,))
+    assert present(view) == []
+    show_status(Output(False), view)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("no workers in namespace n; start one")
+    assert lines[3].split()[4] == "left"
 
 
 def test_a_report_has_one_line_per_worker(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,255 @@
+"""The embedded server: a real nats-server that is private, keeps its port, and never outlives its parent."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbus import server as server_module
+from rlbus._nats import connect_nats
+from rlbus._transport import Message
+from rlbus.config import BusConfig
+from rlbus.errors import BrokenError, ConfigError, DeadlineError
+from rlbus.server import EmbeddedServer
+
+pytestmark = pytest.mark.integration
+
+LIMIT_S = 10.0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def command_line(pid: int) -> str:
+    """What everybody on the machine can read of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def listening_ports(pid: int) -> set[int]:
+    """TCP ports on which a process listens."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(entry)
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:[") : -1])
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+async def ask(url: str, subject: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One request to the server's own JetStream API."""
+    transport = await connect_nats(BusConfig(url=url), name="asker")
+    try:
+        answers: list[Message] = []
+        inbox = transport.new_inbox()
+        arrived = asyncio.Event()
+        transport.subscribe(inbox, lambda m: (answers.append(m), arrived.set())[1])
+        transport.publish(subject, json.dumps(body).encode(), inbox)
+        await asyncio.wait_for(arrived.wait(), LIMIT_S)
+        answer: dict[str, Any] = json.loads(answers[0].data)
+        return answer
+    finally:
+        await transport.aclose()
+
+
+def leftovers() -> set[str]:
+    return {p.name for p in Path(server_module.tempfile.gettempdir()).glob("rlbus-nats-*")}
+
+
+def test_it_is_private_and_leaves_nothing() -> None:
+    """One port, on loopback, behind a generated token; the file with the token is the owner's; all gone at the end."""
+
+    async def scenario() -> None:
+        before = leftovers()
+        async with EmbeddedServer() as server, EmbeddedServer() as other:
+            assert server.token != other.token
+            assert server.url == f"nats://{server.token}@127.0.0.1:{server.port}"
+            assert len(server.token) >= 32
+            assert listening_ports(server.pid) == {server.port}
+            folder = server._folder
+            assert folder is not None
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert (folder / "server.conf").stat().st_mode & 0o777 == 0o600
+            assert server.token not in command_line(server.pid)
+            pid = server.pid
+        assert not is_alive(pid)
+        assert not folder.exists()
+        assert leftovers() <= before
+        await server.aclose()
+        with pytest.raises(BrokenError, match="not running"):
+            _ = server.pid
+
+    asyncio.run(scenario())
+
+
+def test_a_given_token_may_hold_any_character() -> None:
+    """It is quoted in the URL and in the configuration."""
+
+    async def scenario() -> None:
+        async with EmbeddedServer(token='a/b@c:d "e"#%') as server:
+            transport = await connect_nats(BusConfig(url=server.url), name="t")
+            await transport.barrier(LIMIT_S)
+            await transport.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_keeps_port_and_store(tmp_path: Path) -> None:
+    """So clients find it again, and a file stream is still there; also in the next server on the same folder."""
+
+    async def scenario() -> None:
+        store = tmp_path / "store"
+        stream = {"name": "S", "subjects": ["kept.*"], "storage": "file"}
+        async with EmbeddedServer(store_dir=store) as server:
+            assert "error" not in await ask(server.url, "$JS.API.STREAM.CREATE.S", stream)
+            assert (await ask(server.url, "kept.1", {}))["seq"] == 1
+            url, pid = server.url, server.pid
+            await server.restart()
+            assert server.url == url
+            assert server.pid != pid
+            await server.start()
+            assert (await ask(url, "$JS.API.STREAM.INFO.S", {}))["state"]["messages"] == 1
+        async with EmbeddedServer(store_dir=store) as server:
+            assert (await ask(server.url, "$JS.API.STREAM.INFO.S", {}))["state"]["messages"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_store_serves_one_server_at_a_time(tmp_path: Path) -> None:
+    """The second is refused by name; when the first has ended, the folder is free."""
+
+    async def scenario() -> None:
+        async with EmbeddedServer(store_dir=tmp_path):
+            before = leftovers()
+            with pytest.raises(ConfigError, match="another server uses this folder"):
+                await EmbeddedServer(store_dir=tmp_path).__aenter__()
+            assert leftovers() == before
+        async with EmbeddedServer(store_dir=tmp_path) as server:
+            assert is_alive(server.pid)
+
+    asyncio.run(scenario())
+
+
+def test_a_port_in_use_is_said_with_the_servers_own_words() -> None:
+    """Not a hang; and nothing is left behind."""
+
+    async def scenario() -> None:
+        before = leftovers()
+        with (
+            socket.create_server(("127.0.0.1", 0)) as taken,
+            pytest.raises(BrokenError, match="address already in use"),
+        ):
+            await EmbeddedServer(port=taken.getsockname()[1]).__aenter__()
+        assert leftovers() <= before
+
+    asyncio.run(scenario())
+
+
+def test_a_binary_that_is_none_is_refused(tmp_path: Path) -> None:
+    """Not there, not executable, or one that ends at once."""
+
+    async def scenario() -> None:
+        text = tmp_path / "text"
+        text.write_text("x")
+        for binary in ("/nowhere/nats-server", str(text)):
+            with pytest.raises(ConfigError, match="cannot be run"):
+                await EmbeddedServer(binary=binary).__aenter__()
+        with pytest.raises(BrokenError, match="ended with status 1"):
+            await EmbeddedServer(binary="/bin/false").__aenter__()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_never_gets_ready_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it said last; and it is killed."""
+    monkeypatch.setattr(server_module, "START_S", 0.3)
+    script = tmp_path / "slow"
+    script.write_text(f"#!/bin/sh\necho still thinking\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    script.chmod(0o700)
+
+    async def scenario() -> None:
+        with pytest.raises(DeadlineError, match="still thinking"):
+            await EmbeddedServer(binary=str(script)).__aenter__()
+        assert not is_alive(int((tmp_path / "pid").read_text()))
+
+    asyncio.run(scenario())
+
+
+def test_stopping_a_frozen_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM does nothing to it; SIGKILL follows."""
+    monkeypatch.setattr(server_module, "STOP_S", 0.3)
+
+    async def scenario() -> None:
+        async with EmbeddedServer() as server:
+            pid = server.pid
+            os.kill(pid, signal.SIGSTOP)
+            async with asyncio.timeout(3.0):
+                await server.stop()
+            assert not is_alive(pid)
+
+    asyncio.run(scenario())
+
+
+def test_it_can_be_ended_from_code_that_cannot_await() -> None:
+    """Process and folder are gone."""
+
+    async def scenario() -> None:
+        server = EmbeddedServer()
+        await server.start()
+        pid, folder = server.pid, server._folder
+        assert folder is not None
+        server.kill()
+        server.kill()
+        assert not folder.exists()
+        async with asyncio.timeout(LIMIT_S):
+            while is_alive(pid):  # noqa: ASYNC110 - another process ends
+                await asyncio.sleep(0.001)
+
+    asyncio.run(scenario())
+
+
+def test_it_never_outlives_its_parent() -> None:
+    """Even when the parent is killed without warning."""
+    code = (
+        "import asyncio\n"
+        "from rlbus.server import EmbeddedServer\n"
+        "async def main():\n"
+        "    async with EmbeddedServer() as s:\n"
+        "        print(s.pid, s._folder, flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        with parent.stdout:
+            pid, folder = parent.stdout.readline().split()
+        assert is_alive(int(pid))
+    finally:
+        parent.kill()
+        parent.wait(LIMIT_S)
+
+    async def gone() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while is_alive(int(pid)):  # noqa: ASYNC110 - another process ends
+                await asyncio.sleep(0.001)
+
+    asyncio.run(gone())
+    server_module.shutil.rmtree(folder)

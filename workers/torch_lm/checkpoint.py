@@ -1,0 +1,96 @@
+"""Reads the safetensors of a model folder, all or nothing: what is missing or garbled is found before anything is used.
+
+Every tensor is copied out of its file, so that a file that is overwritten later changes nothing.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from rlbus.errors import ManifestError, RLBusError
+from rlbus.schemas import TensorSpec
+from rlbus.transfer.flat import dtype_name
+from rlbus.transfer.manifest import compare
+
+INDEX = "model.safetensors.index.json"
+# Copying converts between these.
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+class CheckpointError(RLBusError):
+    """A folder can't be loaded. `path` is the file or folder, `problem` what is wrong with it."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+def accepts(expected: str, announced: str) -> bool:
+    """Whether a tensor of dtype `announced` can be copied into one of `expected`."""
+    return expected == announced or (expected in FLOATS and announced in FLOATS)
+
+
+def specs_of(module: nn.Module) -> tuple[TensorSpec, ...]:
+    """The tensors of a module, by the names of its checkpoint."""
+    return tuple(spec_of(name, tensor) for name, tensor in module.state_dict().items())
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """What a manifest says of this tensor."""
+    return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def read_tensors(folder: Path, expected: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """Every tensor of a folder, by name, in memory of its own.
+
+    Raises:
+        CheckpointError: no folder, no safetensors in it, a file that is missing, truncated or garbled, or other tensors
+            than `expected` (names the first).
+    """
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "there is no such folder")
+    found: dict[str, Tensor] = {}
+    for path in _files(folder):
+        _read_file(path, found)
+    try:
+        compare(expected, [spec_of(name, tensor) for name, tensor in found.items()], accepts=accepts)
+    except ManifestError as exc:
+        raise CheckpointError(str(folder), exc.fault.message) from exc
+    return found
+
+
+def _read_file(path: Path, found: dict[str, Tensor]) -> None:
+    """Add the tensors of one file. safetensors itself checks that the file is as long as its header says."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name in found:
+                    raise CheckpointError(str(path), f"tensor {name!r} is in another file too")
+                found[name] = file.get_tensor(name).clone()
+    except (OSError, SafetensorError) as exc:
+        raise CheckpointError(str(path), f"is no complete safetensors file ({exc})") from exc
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that belong to the checkpoint: those that an index names, else all."""
+    index = folder / INDEX
+    if not index.exists():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(str(folder), "there is no *.safetensors in it")
+        return files
+    try:
+        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise CheckpointError(str(index), f"is no index of a checkpoint ({type(exc).__name__})") from exc
+    bad = next((name for name in sorted(names) if Path(name).name != name), None)
+    if bad is not None:
+        raise CheckpointError(str(index), f"names a file outside of the folder: {bad!r}")
+    return [folder / name for name in sorted(names)]
