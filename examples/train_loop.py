@@ -23,7 +23,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: i
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def main(folder: str) -> None:

@@ -1,10 +1,34 @@
 """A tensor as the flat row of bytes that travels: views where the memory allows it, piecewise copies where not."""
 
+import ctypes
+import sys
+
 import torch
 from torch import Tensor
 
 # Elements move as plain integers of their size, so that every dtype can be copied, also those without arithmetic.
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Source: linux/mman.h
+_MADV_HUGEPAGE = 14
+_PAGE_BYTES = 4096
+# Below it there is hardly a whole huge page (2 MiB) to be had.
+_HUGE_FROM_BYTES = 4 * 1024 * 1024
+
+
+def new_row(size: int, device: torch.device) -> Tensor:
+    """Fresh memory for `size` bytes, as a flat uint8 tensor that owns it.
+
+    On Linux the kernel is asked for huge pages: bytes that arrive in fresh memory otherwise cost a page fault every
+    4 KiB, which took longer than Gloo itself (bench_transfer; filling fresh rows of 32 MiB went from 0.6 to 1.1 GiB/s).
+    """
+    row = torch.empty(size, dtype=torch.uint8, device=device)
+    if size >= _HUGE_FROM_BYTES and row.device.type == "cpu" and sys.platform == "linux":
+        start = -(-row.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
+        length = row.data_ptr() + size - start
+        # Advice only: where huge pages are off it fails, and nothing is lost.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    return row
 
 
 def dtype_name(dtype: torch.dtype) -> str:

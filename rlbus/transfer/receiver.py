@@ -17,7 +17,7 @@ from rlbus.errors import TransferError
 from rlbus.schemas import ReceivedData, TensorSpec, TensorSum
 from rlbus.transfer.buckets import Bucket, Piece, capacity, padded_bytes, plan_buckets
 from rlbus.transfer.checksum import RunningChecksum
-from rlbus.transfer.flat import dtype_of
+from rlbus.transfer.flat import dtype_of, new_row
 from rlbus.transfer.group import Group
 from rlbus.transfer.manifest import num_bytes
 from rlbus.transfer.plane import ProgressFn
@@ -208,7 +208,7 @@ class _Incoming(Iterator[tuple[str, Tensor]]):
         """Make room for the tensor that begins with `piece`."""
         if piece.offset == 0:
             size = num_bytes(self._specs[piece.tensor])
-            self._row = torch.empty(size, dtype=torch.uint8, device=self._group.device)
+            self._row = new_row(size, self._group.device)
             self._running = RunningChecksum(self._group.device)
             self._num_summed = self._num_unsummed = 0
 

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,8 +56,12 @@ async def connected(server: EmbeddedServer, **settings: Any) -> AsyncIterator[Su
 
 @contextlib.contextmanager
 def frozen(server: EmbeddedServer) -> Any:
-    """SIGSTOP: the kernel keeps the connection, and nobody answers."""
+    """SIGSTOP: the kernel keeps the connection, and nobody answers. Returns when every thread stands still."""
     os.kill(server.pid, signal.SIGSTOP)
+    stats = list(Path(f"/proc/{server.pid}/task").glob("*/stat"))
+    until_s = time.monotonic() + LIMIT_S
+    while {s.read_text().rpartition(")")[2].split()[0] for s in stats} != {"T"}:
+        assert time.monotonic() < until_s
     try:
         yield
     finally:

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,12 @@ async def ask(url: str, subject: str, body: dict[str, Any]) -> dict[str, Any]:
         answers: list[Message] = []
         inbox = transport.new_inbox()
         arrived = asyncio.Event()
-        transport.subscribe(inbox, lambda m: (answers.append(m), arrived.set())[1])
+
+        def on_answer(message: Message) -> None:
+            answers.append(message)
+            arrived.set()
+
+        transport.subscribe(inbox, on_answer)
         transport.publish(subject, json.dumps(body).encode(), inbox)
         await asyncio.wait_for(arrived.wait(), LIMIT_S)
         answer: dict[str, Any] = json.loads(answers[0].data)
@@ -70,7 +77,7 @@ async def ask(url: str, subject: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def leftovers() -> set[str]:
-    return {p.name for p in Path(server_module.tempfile.gettempdir()).glob("rlbus-nats-*")}
+    return {p.name for p in Path(tempfile.gettempdir()).glob("rlbus-nats-*")}
 
 
 def test_it_is_private_and_leaves_nothing() -> None:
@@ -213,14 +220,13 @@ def test_it_can_be_ended_from_code_that_cannot_await() -> None:
     async def scenario() -> None:
         server = EmbeddedServer()
         await server.start()
-        pid, folder = server.pid, server._folder
+        child, folder = server._child, server._folder
+        assert child is not None
         assert folder is not None
         server.kill()
         server.kill()
         assert not folder.exists()
-        async with asyncio.timeout(LIMIT_S):
-            while is_alive(pid):  # noqa: ASYNC110 - another process ends
-                await asyncio.sleep(0.001)
+        assert await asyncio.wait_for(child.wait(), LIMIT_S) == -signal.SIGKILL
 
     asyncio.run(scenario())
 
@@ -252,4 +258,4 @@ def test_it_never_outlives_its_parent() -> None:
                 await asyncio.sleep(0.001)
 
     asyncio.run(gone())
-    server_module.shutil.rmtree(folder)
+    shutil.rmtree(folder)

@@ -66,7 +66,7 @@ class _Row:
 
 
 class Generation:
-    """The generating side of one model. All methods but `generate`, `pause` and `flush` return at once, from any thread.
+    """The generating side of one model. What isn't a coroutine returns at once (but `close`), from any thread.
 
     Args:
         version: label of the weights as they are; None as long as nobody named them.
@@ -270,8 +270,7 @@ class Generation:
                 weights, version = self._weights, self._version
             try:
                 chosen = self._step(due, weights)
-            except Exception:
-                # Whoever asked gets an answer with finish "error"; the weights are as they were.
+            except Exception:  # noqa: BLE001 - who asked gets finish "error", the log the rest; weights are as before
                 _log.exception("a step of %d requests failed", len(due))
                 chosen = None
             with self._changed:

@@ -29,8 +29,9 @@ class KVPool:
         self._num_seen = 0
 
     def take(self) -> int:
-        """A free slot, of zeros: what an earlier text left, say the NaN of torn weights, would get through a mask. There
-        has to be one below `max_slots`.
+        """A free slot, of zeros: what an earlier text left, say the NaN of torn weights, would get through a mask.
+
+        There has to be one below `max_slots`.
         """
         if not self._free:
             old = self._data.shape[2]

@@ -15,8 +15,6 @@ from typing import Any
 
 from rlbus.workers.vllm_server.attachment import Attachment
 
-_log = logging.getLogger("rlbus.workers")
-
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
 TRANSFER_CLASS = "GlooWeightTransferEngine"
 # Set by `rlbus worker vllm` in the environment of the server that it supervises.
@@ -33,11 +31,23 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    _log_as_vllm()
     for name in ("gloo", "rlbus"):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, TRANSFER_MODULE, TRANSFER_CLASS)
     if os.environ.get(SUPERVISED) == "1":
         _end_with_parent()
+
+
+def _log_as_vllm() -> None:
+    """Let our records go where vLLM's go: it sets up its own logger only, so ours would be dropped below WARNING."""
+    ours, theirs = logging.getLogger("rlbus"), logging.getLogger("vllm")
+    if ours.handlers or logging.getLogger().handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    ours.propagate = False
 
 
 def _end_with_parent() -> None:

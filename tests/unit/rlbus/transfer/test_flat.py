@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlbus.transfer.flat import byte_view, copy_bytes, dtype_name, dtype_of
+from rlbus.transfer.flat import byte_view, copy_bytes, dtype_name, dtype_of, new_row
 
 pytestmark = pytest.mark.unit
 
@@ -54,3 +54,12 @@ def test_dtypes_are_spelled_without_prefix() -> None:
     for name in ("Tensor", "nothing"):
         with pytest.raises(KeyError):
             dtype_of(name)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4 * 1024 * 1024, 5_000_001])
+def test_a_new_row_is_memory_of_its_own(size: int) -> None:
+    """Of exactly that size, writable to its end, with or without huge pages."""
+    row = new_row(size, torch.device("cpu"))
+    row.fill_(7)
+    assert row.numel() == row.untyped_storage().nbytes() == size
+    assert row.sum().item() == 7 * size
