@@ -133,6 +133,13 @@ def best_gib_s(work: Callable[[], object], num_bytes: int) -> float:
     return num_bytes / GIB / min(times)
 
 
+def machine_gib_s() -> tuple[float, float]:
+    """What one core copies, and sums up, in GiB/s."""
+    row = torch.ones(256 * MIB, dtype=torch.uint8)
+    other = torch.zeros_like(row)
+    return best_gib_s(lambda: other.copy_(row), row.numel()), best_gib_s(lambda: tensor_checksum(row), row.numel())
+
+
 def main() -> None:
     """Start the receivers, be the sender, print."""
     parser = argparse.ArgumentParser()
@@ -147,11 +154,7 @@ def main() -> None:
         print(json.dumps(member(options.rank, options)), flush=True)
         return
     torch.set_num_threads(1)
-    row = torch.ones(256 * MIB, dtype=torch.uint8)
-    other = torch.zeros_like(row)
-    memcpy = best_gib_s(lambda: other.copy_(row), row.numel())
-    checksum = best_gib_s(lambda: tensor_checksum(row), row.numel())
-    del row, other
+    memcpy, checksum = machine_gib_s()
     store = host_store("127.0.0.1")
     options.port = store.port
     base = [

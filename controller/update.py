@@ -14,6 +14,7 @@ from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import derive
 from rlbus.controller.transaction import decide
 from rlbus.controller.update_state import (
+    FORWARD,
     Action,
     Ask,
     Began,
@@ -258,7 +259,9 @@ class UpdateRun:
         self._op.audience.tell(message)
 
     def _sender_limit_s(self) -> float | None:
-        """Until when the trainer has to show a sign of life, in loop time; None: nothing is expected of it."""
+        """Until when the trainer has to show a sign of life, in loop time; None: nothing is expected of it now."""
+        if self.state.stage not in FORWARD:
+            return None
         since_s = self._told_s if self._sender_heard_s is None else self._sender_heard_s
         if self.state.sender is Sender.JOINING:
             return since_s + self.state.plan.group_timeout_s
@@ -281,7 +284,7 @@ class UpdateRun:
         if limit_s is not None and now_s >= limit_s - 1e-6:
             silent_s = now_s - (self._told_s if self._sender_heard_s is None else self._sender_heard_s)
             why = f"the trainer was silent for {silent_s:.0f} s while {self.state.sender.value}"
-            (lambda x: None)(SenderFailed(None, fault(FaultCode.SENDER_FAILED, why)))
+            self._handle(SenderFailed(None, fault(FaultCode.SENDER_FAILED, why)))
 
     def _tick(self) -> None:
         if self.state.stage is Stage.RECEIVE:

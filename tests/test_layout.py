@@ -34,6 +34,7 @@ MAY_IMPORT = {
         "rlbus.cli",
         "rlbus.demo",
     },
+    "rlbus.__main__": {"rlbus.cli"},
     "rlbus.demo": {
         "rlbus",
         "rlbus.schemas",

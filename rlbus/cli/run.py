@@ -179,9 +179,11 @@ def worker_torch(
     """Run the small torch engine on a model folder. Needs `pip install "rlbus[torch]"`."""
 
     def make() -> "Engine":
-        from rlbus.workers.engines.torch_engine import TorchEngine
-
-        return TorchEngine(model, ranks=ranks, port=port)
+        try:
+            from rlbus.workers.engines.torch_engine import TorchEngine
+        except ImportError as exc:
+            raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
+        return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or ())
 
     _run_worker(make, url, namespace, component, instance_id, weight_root, json)
 

@@ -8,10 +8,11 @@ started.
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -62,16 +63,16 @@ def _check(engine: str, workers: int, updates: int) -> None:
 async def _run(console: Console, engine: str, workers: int, updates: int) -> Summary:
     title = f"rlbus demo: {workers} x {engine}, {updates} updates"
     steps: list[StepDone] = []
-    with tempfile.TemporaryDirectory(prefix="rlbus-demo-") as folder, StepTable(console, title) as table:
+    with _folder() as folder, StepTable(console, title) as table:
         table.status("making a tiny random model")
-        model = await asyncio.to_thread(_make_model, Path(folder) / "model")
-        async with EmbeddedServer(store_dir=Path(folder) / "nats") as server, contextlib.AsyncExitStack() as stack:
-            children = await _start(stack, server.url, engine, workers, model, Path(folder))
-            trainer = await _start_trainer(stack, server.url, engine, workers, updates, model, Path(folder))
+        model = await asyncio.to_thread(_make_model, folder / "model")
+        async with EmbeddedServer(store_dir=folder / "nats") as server, _stopping() as children:
+            services = await _start(children, server.url, engine, workers, model, folder)
+            trainer = await _start_trainer(children, server.url, engine, workers, updates, model, folder)
             table.status(f"waiting for {workers} {engine} engines to start")
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    async for event in _events(trainer, children, table, workers, engine):
+                    async for event in _events(trainer, services, table, workers, engine):
                         steps.append(event)
                         table.add(event)
             except TimeoutError as exc:
@@ -79,6 +80,31 @@ async def _run(console: Console, engine: str, workers: int, updates: int) -> Sum
             if await trainer.wait() != 0 or len(steps) != updates:
                 raise BrokenError("trainer", f"ended after {len(steps)} of {updates} updates\n{trainer.log_tail()}")
     return summarise(engine, workers, steps)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A temporary folder for model and logs; kept, and named on stderr, when the demo fails."""
+    folder = Path(tempfile.mkdtemp(prefix="rlbus-demo-"))
+    try:
+        yield folder
+    except RLBusError:
+        Console(stderr=True).print(f"rlbus demo: logs are kept in {folder}", highlight=False, soft_wrap=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _stopping() -> AsyncIterator[list[Child]]:
+    """Collects children, and stops all of them at once at the end."""
+    children: list[Child] = []
+    try:
+        yield children
+    finally:
+        await asyncio.gather(*(child.stop() for child in children))
 
 
 def _make_model(folder: Path) -> Path:
@@ -89,25 +115,20 @@ def _make_model(folder: Path) -> Path:
     return folder
 
 
-async def _start(
-    stack: contextlib.AsyncExitStack, url: str, engine: str, workers: int, model: Path, folder: Path
-) -> list[Child]:
-    """Start the controller and the workers; they are stopped when `stack` closes, in reverse order."""
+async def _start(children: list[Child], url: str, engine: str, workers: int, model: Path, folder: Path) -> list[Child]:
+    """Start the controller and the workers; each is put into `children` as soon as it runs."""
     env = {"RLBUS_URL": url, "RLBUS_NAMESPACE": NAMESPACE, **_engine_env(engine)}
     jobs: list[tuple[str, list[str]]] = [("controller", ["controller"])]
     for i in range(workers):
         jobs.append((f"worker-{i + 1}", ["worker", engine, str(model), *_engine_options(engine)]))
-    children = []
     for name, command in jobs:
         argv = [sys.executable, "-m", "rlbus", *command]
-        child = await Child.start(name, argv, env=env, log=folder / f"{name}.log")
-        stack.push_async_callback(child.stop)
-        children.append(child)
-    return children
+        children.append(await Child.start(name, argv, env=env, log=folder / f"{name}.log"))
+    return list(children)
 
 
 async def _start_trainer(
-    stack: contextlib.AsyncExitStack, url: str, engine: str, workers: int, updates: int, model: Path, folder: Path
+    children: list[Child], url: str, engine: str, workers: int, updates: int, model: Path, folder: Path
 ) -> Child:
     policy = "transformers" if engine == "vllm" else "torch"
     argv = [sys.executable, "-m", "rlbus.demo.trainer", "--url", url, "--namespace", NAMESPACE, "--model", str(model)]
@@ -115,7 +136,7 @@ async def _start_trainer(
     child = await Child.start(
         "trainer", argv, env={"OMP_NUM_THREADS": "1"}, log=folder / "trainer.log", stdout=asyncio.subprocess.PIPE
     )
-    stack.push_async_callback(child.stop)
+    children.append(child)
     return child
 
 
@@ -153,7 +174,7 @@ async def _events(
             continue
         if not line:
             return
-        event = msgspec.json.decode(line, type=TrainerEvent)  # type: ignore[arg-type]
+        event = msgspec.json.decode(line, type=TrainerEvent)
         match event:
             case Failed(message=message):
                 _raise_if_ended(children)

@@ -10,7 +10,7 @@ from rich.text import Text
 from rlbus.demo.events import StepDone
 
 # The phases that get a column of their own; the rest is in the total.
-PHASES = ("prepare", "group", "pause", "transfer", "verify", "commit", "flush", "resume")
+PHASES = ("prepare", "group", "pause", "transfer", "commit", "flush", "resume")
 # Older rows scroll out of the live table, so that it fits a terminal.
 NUM_ROWS = 16
 

@@ -46,9 +46,9 @@ def parse_header(data: bytes) -> Header:
     Raises:
         TransferError: these aren't the bytes of a header.
     """
-    magic, token, index, num_bytes, flags, reason_bytes = _FIELDS.unpack_from(data)
-    if len(data) != HEADER_BYTES or magic != _MAGIC or reason_bytes > MAX_REASON_BYTES:
+    if len(data) != HEADER_BYTES or not data.startswith(_MAGIC):
         raise TransferError("receive", "what came is no bucket header; the sender isn't of this version of rlbus")
+    _, token, index, num_bytes, flags, reason_bytes = _FIELDS.unpack_from(data)
     reason = data[_FIELDS.size : _FIELDS.size + reason_bytes].decode(errors="replace") if flags & _GIVE_UP else None
     return Header(token, index, num_bytes, reason)
 

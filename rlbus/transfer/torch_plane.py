@@ -106,13 +106,18 @@ class TorchPlane:
 
         def work() -> None:
             group = open_group(plan, 0, self._device, give_up=give_up)
-            # Known before the proof, which can block: `leave` has to be able to break it.
-            self._group = group
             try:
+                give_up.check(f"join group {plan.epoch}")
+                # Known before the proof, which can block: `leave` has to be able to break it.
+                self._group = group
                 give_up.check(f"join group {plan.epoch}")
                 prove(group)
             except BaseException:
+                # Whoever gave up may have looked before the group was there, and a later join may have its own by now.
+                if self._group is group:
+                    self._group = None
                 group.abort("the join failed")
+                group.close()
                 raise
 
         try:

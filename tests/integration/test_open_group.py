@@ -120,7 +120,7 @@ def test_nobody_at_the_rendezvous_is_an_error_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(TransferError, match=r"can't be reached.*refused"):
             open_group(plan_at(nowhere, timeout_s=0.5), 1)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 5
 
 
 def test_a_rendezvous_that_says_nothing_is_left_behind_in_time() -> None:
@@ -152,6 +152,16 @@ def test_a_retry_under_the_next_epoch_sees_nothing_of_the_first(place: Rendezvou
     with group_of(plan_at(place, epoch=2)) as groups:
         on_all(groups, prove)
         assert [(g.rank, g.size, g.epoch, g.busy_s()) for g in groups] == [(0, 2, 2, 0.0), (1, 2, 2, 0.0)]
+
+
+def test_the_interface_can_be_named_as_for_torch(place: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By GLOO_SOCKET_IFNAME; one that doesn't exist is an error, not another interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with group_of(plan_at(place, epoch=1)) as groups:
+        on_all(groups, prove)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(TransferError, match=r"join group 2: .*nosuch0"):
+        open_group(plan_at(place, epoch=2), 0)
 
 
 def test_an_abort_breaks_its_own_group_only(place: Rendezvous) -> None:
@@ -296,7 +306,7 @@ def test_leaving_ends_a_join_that_waits_for_members() -> None:
         assert not done
         began = time.monotonic()
         await plane.leave("the worker is gone")
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         with pytest.raises(TransferError, match="given up: the worker is gone"):
             await joining
         plan = plan_at(await plane.rendezvous(), epoch=2)

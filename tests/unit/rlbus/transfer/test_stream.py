@@ -43,7 +43,7 @@ def test_a_long_reason_is_cut_and_garbage_refused() -> None:
     cut = parse_header(pack_header(Header(TOKEN, 0, 0, give_up="é" * 500))).give_up
     assert cut is not None
     assert cut.startswith("é" * (MAX_REASON_BYTES // 2))
-    for data in (bytes(HEADER_BYTES), b"x" * HEADER_BYTES):
+    for data in (b"", bytes(HEADER_BYTES), pack_header(DUE)[:-1], pack_header(DUE) + b"x"):
         with pytest.raises(TransferError, match="no bucket header"):
             parse_header(data)
 

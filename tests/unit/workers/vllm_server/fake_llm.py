@@ -1,0 +1,159 @@
+"""A stand-in for vLLM's AsyncLLM, with ranks that leave outcomes in the call's folder as `transfer.py` does."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlbus.schemas import Fault, FaultCode, TensorSum
+from rlbus.workers.vllm_server.exchange import CallFolder, RankOutcome
+
+SUMS = (TensorSum(name="w", checksum="a" * 16),)
+
+
+def config(*, world_size: int = 2, backend: str | None = "gloo", num_servers: int = 1, index: int = 0) -> Any:
+    """The parts of a VllmConfig that are looked at."""
+    parallel = SimpleNamespace(
+        _api_process_count=num_servers,
+        _api_process_rank=index,
+        local_engines_only=False,
+        data_parallel_size=1,
+        data_parallel_size_local=1,
+        data_parallel_index=0,
+        world_size=world_size,
+        nnodes=1,
+        distributed_executor_backend="mp",
+    )
+    return SimpleNamespace(
+        parallel_config=parallel,
+        weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
+        model_config=SimpleNamespace(served_model_name="model"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=None,
+    )
+
+
+@dataclass
+class FakeLLM:
+    """Notes every call in `calls`. `on_update` decides what a rank says after a transfer."""
+
+    world_size: int = 2
+    backend: str | None = "gloo"
+    num_servers: int = 1
+    errored: bool = False
+    paused: bool = False
+    label: str = "default"
+    calls: list[str] = field(default_factory=list)
+    raises: dict[str, str] = field(default_factory=dict)
+    joined: Callable[[int], RankOutcome | None] = lambda rank: RankOutcome(group_rank=1 + rank, group_size=3)
+    updated: Callable[[int], RankOutcome | None] = lambda rank: RankOutcome(
+        weights_touched=True, num_bytes=8, num_tensors=1, sums=SUMS, receive_s=0.1 * (rank + 1)
+    )
+    finished: Callable[[int], RankOutcome | None] = lambda rank: RankOutcome()
+    # Until it is set, or the folder says stop, `update_weights` doesn't return.
+    update_may_end: asyncio.Event | None = None
+    is_prefix_cache_empty: bool = True
+
+    def __post_init__(self) -> None:
+        self.vllm_config = config(world_size=self.world_size, backend=self.backend, num_servers=self.num_servers)
+        self.output_processor = SimpleNamespace(request_states={})
+        self._folder: CallFolder | None = None
+        self._is_open = False
+
+    def add(self, own: str, external: str, parent: str | None = None) -> None:
+        """A request in flight."""
+        parent_req = None if parent is None else SimpleNamespace(request_id=parent)
+        state = SimpleNamespace(external_req_id=external, parent_req=parent_req)
+        self.output_processor.request_states[own] = state
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.raises:
+            raise Exception(f"Call to {call} method failed: {self.raises[call]}")
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self._note(f"pause {mode}")
+        self.paused = True
+        if mode == "abort":
+            self.output_processor.request_states.clear()
+
+    async def resume_generation(self) -> None:
+        self._note("resume")
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def get_weight_version(self) -> str:
+        return self.label
+
+    async def update_weight_version(self, label: str) -> None:
+        self._note("label")
+        self.label = label
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        self._note("reset_prefix_cache")
+        return self.is_prefix_cache_empty
+
+    async def reset_mm_cache(self) -> None:
+        self._note("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        self._note("reset_encoder_cache")
+
+    async def abort(self, request_ids: list[str], internal: bool) -> None:
+        assert internal
+        self._note("abort")
+        for own in request_ids:
+            del self.output_processor.request_states[own]
+
+    async def compute_weight_checksums(self) -> list[dict[str, str]]:
+        empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+        return [{f"tp{rank}:embed": "ab" * 32, f"tp{rank}:linear": empty} for rank in range(self.world_size)]
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        info = request.init_info
+        self._note("init" if info["plan"] is not None else "leave")
+        if info["plan"] is not None:
+            self._say(CallFolder(info["folder"]), "join", self.joined)
+
+    async def start_weight_update(self) -> None:
+        self._note("start")
+        assert not self._is_open, "start_weight_update called while a weight update is already active"
+        self._is_open = True
+
+    async def update_weights(self, request: Any) -> None:
+        self._note("update")
+        folder = self._folder = CallFolder(request.update_info["folder"])
+        for rank in range(self.world_size):
+            folder.open_counter(rank, 8).close()
+        outcomes = self.updated
+        while self.update_may_end is not None and not self.update_may_end.is_set():
+            await asyncio.sleep(0.01)
+            if folder.stop_reason() is not None:
+                outcomes = untouched
+                break
+        self._say(folder, "receive", outcomes)
+
+    async def finish_weight_update(self) -> None:
+        self._note("finish")
+        assert self._is_open, "finish_weight_update called without a matching start_weight_update"
+        self._is_open = False
+        if self._folder is not None and Path(self._folder.path).is_dir():
+            self._say(self._folder, "finish", self.finished)
+
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self._note(method)
+
+    def _say(self, folder: CallFolder, step: str, outcomes: Callable[[int], RankOutcome | None]) -> None:
+        for rank in range(self.world_size):
+            outcome = outcomes(rank)
+            if outcome is not None:
+                folder.end(step, rank, outcome)
+
+
+def untouched(rank: int) -> RankOutcome:
+    """A transfer that failed before its first byte."""
+    return RankOutcome(fault=Fault(code=FaultCode.TRANSFER_FAILED, message=f"rank {rank} saw the group go"))
