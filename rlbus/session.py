@@ -134,5 +134,7 @@ def _torch_plane(backend: str, host: str | None) -> SenderPlane:
     try:
         from rlbus.transfer.torch_plane import TorchPlane
     except ImportError as exc:
-        raise ConfigError("trainer", backend, f'sending weights needs torch: pip install "rlbus[torch]" ({exc})') from exc
+        raise ConfigError(
+            "trainer", backend, f'sending weights needs torch: pip install "rlbus[torch]" ({exc})'
+        ) from exc
     return TorchPlane(backend=backend, host=host)

@@ -37,8 +37,8 @@ from rlbus.workers.engines.torch_ranks import Ranks, Slowest, Standing, agreed, 
 from rlbus.workers.torch_lm.completions import find_tokenizer
 from rlbus.workers.torch_lm.generate import Finished
 from rlbus.workers.torch_lm.generate import Generation as Generator
-from rlbus.workers.torch_lm.model import CausalLM, load_model
-from rlbus.workers.torch_lm.rank import Rank, Seat, limit_threads
+from rlbus.workers.torch_lm.model import load_model
+from rlbus.workers.torch_lm.rank import Rank, Seat
 from rlbus.workers.torch_lm.sampling import Sampling
 from rlbus.workers.torch_lm.server import HttpServer, make_app
 
@@ -69,7 +69,7 @@ class _Session:
 
 
 class TorchEngine:
-    """See the module and `Engine`. Sets torch to one thread for this process (`rank.limit_threads`).
+    """See the module and `Engine`. Generates with one torch thread.
 
     Args:
         model_path: a folder with config.json, safetensors and, for prompts as text, tokenizer.json.
@@ -120,7 +120,7 @@ class TorchEngine:
         for number in range(1, self._num_ranks):
             children.append(await ChildRank.start(f"rank {number}", str(self._path)))
             self._ranks.all.append(children[-1])
-        model = await run_in_thread(self._load, name="rlbus load")
+        model = await run_in_thread(lambda: load_model(self._path), name="rlbus load")
         self._generator = Generator(model)
         self._rank = Rank(model, on_touch=lambda: self._generating.relabel(TORN))
         self._ranks.all.insert(0, OwnRank(self._rank))
@@ -132,10 +132,6 @@ class TorchEngine:
         self._info = EngineInfo(
             "torch", str(self._path), self._num_ranks, ROUTES, ("gloo",), completions_url=self._server.url
         )
-
-    def _load(self) -> CausalLM:
-        limit_threads()
-        return load_model(self._path)
 
     async def aclose(self) -> None:
         """See `Engine`."""

@@ -31,7 +31,7 @@ class BadRequestError(Exception):
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request. The fields after `user` are known, and taken with the values that change nothing."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] | list[Any]
+    prompt: str | list[int | str | list[int]]
     model: str | None = None
     n: int = 1
     max_tokens: int | None = 16

@@ -259,6 +259,9 @@ class Generation:
     # --- within the thread
 
     def _run(self) -> None:
+        # For this thread: a small model gains nothing from more, and spinning threads of several workers on few cores
+        # cost 37 ms a step of 64 requests instead of 8 (measured on 2 cores).
+        torch.set_num_threads(1)
         while True:
             with self._changed:
                 while not self._is_closed and not self._schedule.is_due:
@@ -315,7 +318,8 @@ class Generation:
             for request, row, line in zip(batch, rows, out, strict=True):
                 row.num_computed += 1
                 logits[request] = line
-        return [choose(logits[request], request.sampling, self._rows[request].generator) for request in due]
+        rows_logits = torch.stack([logits[request] for request in due])
+        return choose(rows_logits, [r.sampling for r in due], [self._rows[r].generator for r in due])
 
     def _row(self, request: Request) -> _Row:
         row = self._rows.get(request)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 from torch import Tensor
 
 from rlbus.errors import FaultError, RLBusError, error_from_fault
@@ -204,8 +203,3 @@ def _watched(group: Group, give_up: GiveUp) -> Iterator[None]:
 
 def _failed(code: FaultCode, message: str, weights_touched: bool) -> UpdateFailedError:
     return UpdateFailedError(Fault(code=code, message=message), weights_touched)
-
-
-def limit_threads() -> None:
-    """One torch thread: a small model gains nothing from more, and several workers share a machine."""
-    torch.set_num_threads(1)

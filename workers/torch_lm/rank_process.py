@@ -17,7 +17,7 @@ from rlbus.transfer.bounded import GiveUp
 from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
 from rlbus.workers.torch_lm import rank_messages as m
 from rlbus.workers.torch_lm.model import load_model
-from rlbus.workers.torch_lm.rank import Rank, limit_threads
+from rlbus.workers.torch_lm.rank import Rank
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -106,7 +106,6 @@ class _Progress:
 def main() -> None:
     """Entry of the process. It leaves by `_exit`: a thread that is stuck in the group must not hold it."""
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s rank %(message)s")
-    limit_threads()
     # What libraries print must not get between the messages.
     says = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -1,5 +1,6 @@
 """From logits to the next token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,21 +41,41 @@ def new_generator(sampling: Sampling) -> torch.Generator:
     return generator
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Chosen:
-    """The next token after one row of logits [vocab]."""
-    logprobs = logits.float().log_softmax(-1)
-    if sampling.temperature == 0:
-        token = int(logits.argmax())
-    else:
-        probabilities = (logits.float() / sampling.temperature).softmax(-1)
+def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> list[Chosen]:
+    """The next token after each row of logits [batch, vocab]; a row's randomness comes from its own generator only, so
+    it doesn't depend on what else is in the batch.
+    """
+    logits = logits.float()
+    logprobs = logits.log_softmax(-1)
+    tokens = logits.argmax(-1)
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    if drawn:
+        tokens[drawn] = _draw(logits[drawn], [samplings[i] for i in drawn], [generators[i] for i in drawn])
+    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    return [
+        Chosen(token, own[row], _top(logprobs[row], samplings[row].num_top))
+        for row, token in enumerate(tokens.tolist())
+    ]
+
+
+def _draw(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> Tensor:
+    """By the inverse of the distribution function, in float64."""
+    temperatures = torch.tensor([[sampling.temperature] for sampling in samplings])
+    probabilities = (logits / temperatures).softmax(-1)
+    for row, sampling in enumerate(samplings):
         if sampling.top_p < 1:
-            probabilities = _nucleus(probabilities, sampling.top_p)
-        token = int(torch.multinomial(probabilities, 1, generator=generator))
-    top: tuple[tuple[int, float], ...] = ()
-    if sampling.num_top:
-        best = logprobs.topk(sampling.num_top)
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return Chosen(token, float(logprobs[token]), top)
+            probabilities[row] = _nucleus(probabilities[row], sampling.top_p)
+    summed = probabilities.double().cumsum(-1)
+    uniform = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+    places = torch.searchsorted(summed, uniform * summed[:, -1:], right=True)
+    return places[:, 0].clamp(max=logits.shape[1] - 1)
+
+
+def _top(logprobs: Tensor, num_top: int) -> tuple[tuple[int, float], ...]:
+    if not num_top:
+        return ()
+    best = logprobs.topk(num_top)
+    return tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

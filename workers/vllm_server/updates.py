@@ -144,18 +144,19 @@ class Updates:
         self._may_have_group = False
 
     async def _init(self, folder: CallFolder, plan: Any, first_rank: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         info = {
             "folder": folder.path,
             "plan": plan,
             "first_rank": first_rank,
             "first_dp_index": self._first_dp_index,
         }
-        request = WeightTransferInitRequest(init_info=info)
         await self._calls.hold(
-            "init_weight_transfer_engine", lambda: self._llm.init_weight_transfer_engine(request), CALL_S
+            "init_weight_transfer_engine", lambda: self._rpc("init_weight_transfer_engine", init_info=info), CALL_S
         )
+
+    async def _rpc(self, method: str, **kwargs: Any) -> None:
+        """As AsyncLLM's method of that name, without the request object from vLLM around its one argument."""
+        await self._llm.collective_rpc(method, kwargs=kwargs)
 
     # --- an update over the group
 
@@ -183,8 +184,6 @@ class Updates:
     async def _transfer(
         self, session: _Session, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn
     ) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         assert session.folder is not None
         info = {
             "folder": session.folder.path,
@@ -193,12 +192,11 @@ class Updates:
             "bucket_bytes": order.bucket_bytes,
             "tensors": msgspec.to_builtins(order.tensors),
         }
-        request = WeightTransferUpdateRequest(update_info=info)
 
         async def update() -> None:
             session.was_asked = True
             try:
-                await self._llm.update_weights(request)
+                await self._rpc("update_weights", update_info=info)
             except Exception:
                 session.is_open = False  # vLLM closes its session when the call itself fails
                 raise
@@ -332,7 +330,7 @@ class Updates:
 
         async def reload() -> None:
             session.was_asked = True
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            await self._rpc("reload_weights", weights_path=path)
 
         try:
             await self._calls.hold("reload_weights", reload, LOAD_S, is_paused=True)

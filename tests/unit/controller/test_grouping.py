@@ -1,8 +1,11 @@
 """When a process group is used again, and when the next one is formed."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlbus.controller.causes import fault
+from rlbus.controller.grouping import fits
 from rlbus.controller.report import standing_group
 from rlbus.controller.testing import (
     Play,
@@ -88,3 +91,15 @@ def test_an_update_refused_in_prepare_keeps_the_standing_group() -> None:
     again.answer({W1: refused()})
     again.to(Stage.DONE)
     assert standing_group(again.state) == group
+
+
+def test_a_worker_that_restarted_is_not_the_member_it_was() -> None:
+    """Its process, and with it its end of the group, is another."""
+    first = Play(plan_of(W1, W2))
+    first.to(Stage.DONE)
+    group = standing_group(first.state)
+    assert group is not None
+    plan = plan_of(W1, W2)
+    assert fits(group, plan.request, plan.candidates)
+    restarted = (plan.candidates[0], replace(plan.candidates[1], boot_id="new"))
+    assert not fits(group, plan.request, restarted)

@@ -1,6 +1,7 @@
 """The update transaction, by table: what is done, in which order, and who is left how before the first byte."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -113,6 +114,17 @@ def test_nothing_is_sent_before_every_receiver_stands() -> None:
     assert play.told(SendTask) == []
     play.feed(WorkerAccepted("receive", W2))
     assert len(play.told(SendTask)) == 1
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(Stage.JOIN, JoinTask), (Stage.RECEIVE, SendTask)])
+def test_one_that_is_done_already_does_not_stand_for_one_that_has_not_begun(stage: Stage, kind: type[Any]) -> None:
+    """A result counts as a sign that it runs, for that worker alone."""
+    play = Play(plan_of(W1, W2))
+    play.to(stage)
+    play.feed(WorkersAnswered(stage.value, {W1: play._ok(W1)}))
+    assert play.told(kind) == []
+    play.feed(WorkerAccepted(stage.value, W2))
+    assert len(play.told(kind)) == 1
 
 
 def test_a_worker_without_the_manifest_gets_its_pages_and_prepares_again() -> None:

@@ -113,8 +113,7 @@ class FakeLLM:
         empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
         return [{f"tp{rank}:embed": "ab" * 32, f"tp{rank}:linear": empty} for rank in range(self.world_size)]
 
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        info = request.init_info
+    async def _init(self, info: dict[str, Any]) -> None:
         self._note("init" if info["plan"] is not None else "leave")
         if info["plan"] is not None:
             self._say(CallFolder(info["folder"]), "join", self.joined)
@@ -124,9 +123,9 @@ class FakeLLM:
         assert not self._is_open, "start_weight_update called while a weight update is already active"
         self._is_open = True
 
-    async def update_weights(self, request: Any) -> None:
+    async def _update(self, info: dict[str, Any]) -> None:
         self._note("update")
-        folder = self._folder = CallFolder(request.update_info["folder"])
+        folder = self._folder = CallFolder(info["folder"])
         for rank in range(self.world_size):
             folder.open_counter(rank, 8).close()
         outcomes = self.updated
@@ -145,7 +144,13 @@ class FakeLLM:
             self._say(self._folder, "finish", self.finished)
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        self._note(method)
+        match method:
+            case "init_weight_transfer_engine":
+                await self._init(kwargs["init_info"])
+            case "update_weights":
+                await self._update(kwargs["update_info"])
+            case _:
+                self._note(method)
 
     def _say(self, folder: CallFolder, step: str, outcomes: Callable[[int], RankOutcome | None]) -> None:
         for rank in range(self.world_size):

@@ -1,0 +1,90 @@
+"""The endpoint plugin: its agent lives in the application's life span."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlbus.testing import run
+from rlbus.workers.vllm_server import plugin as plugin_module
+from rlbus.workers.vllm_server.plugin import EndpointPlugin
+
+pytestmark = pytest.mark.unit
+
+
+class Recorder:
+    """Stands for an attachment, and notes what happens in which order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, _app: object) -> None:
+        self.events.append("start")
+
+    async def aclose(self) -> None:
+        self.events.append("stop")
+
+
+def application(events: list[str]) -> Any:
+    """An application with a life span of its own."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: object) -> AsyncIterator[dict[str, int]]:
+        events.append("up")
+        yield {"state": 1}
+        events.append("down")
+
+    return SimpleNamespace(router=SimpleNamespace(lifespan_context=lifespan))
+
+
+def live(recorder: Recorder, *, is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build an application with the plugin, as vLLM does, and run its life span."""
+    found = SimpleNamespace(from_env=lambda *_: recorder if is_attached else None)
+    monkeypatch.setattr(plugin_module, "Attachment", found)
+
+    async def main() -> None:
+        app = application(recorder.events)
+        plugin = EndpointPlugin()
+        plugin.attach_router(app)
+        await plugin.init_state(object(), object(), object())
+        async with app.router.lifespan_context(app) as state:
+            assert state == {"state": 1}
+            await asyncio.sleep(0)
+            recorder.events.append("serving")
+
+    run(main())
+
+
+def test_agent_lives_inside_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts after vLLM's own start, and ends before vLLM's own end."""
+    recorder = Recorder()
+    live(recorder, is_attached=True, monkeypatch=monkeypatch)
+    assert recorder.events == ["up", "start", "serving", "stop", "down"]
+
+
+def test_server_without_an_agent_lives_as_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second API server, or one without RLBUS_URL."""
+    recorder = Recorder()
+    live(recorder, is_attached=False, monkeypatch=monkeypatch)
+    assert recorder.events == ["up", "serving", "down"]
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.endpoint_plugins"])
+def test_both_entry_points_are_named_as_vllm_plugins_selects_them(group: str) -> None:
+    """One name switches both on."""
+    (found,) = [e for e in entry_points(group=group) if e.name == "rlbus"]
+    assert found.load().__module__ == plugin_module.__name__
+
+
+def test_endpoint_plugin_logs_where_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM sets up its own logger only."""
+    ours = logging.getLogger("rlbus")
+    monkeypatch.setattr(ours, "parent", ours.parent)
+    plugin = plugin_module.endpoint_plugin()
+    assert (plugin.name, plugin.required_tasks) == ("rlbus", ("generate",))
+    assert ours.parent is logging.getLogger("vllm")
