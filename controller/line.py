@@ -76,12 +76,13 @@ class Line:
             self.registry.learn(member.worker, result.boot_id, status)
 
 
-def limits_until(until_s: float, now_s: float, *, stall_s: float, is_ending: bool = False) -> Limits:
-    """Limits of a step that has until `until_s` (loop time).
+def limits_until(until_s: float, now_s: float, *, stall_s: float | None = None, is_ending: bool = False) -> Limits:
+    """Limits of a step that has until `until_s` (loop time); one that must be done gets at least ENDING_S.
 
-    One that must be done gets at least ENDING_S, also without progress: what ends a stuck transfer or finishes an
-    engine's load counts no bytes, and the caller's `stall_s` is about bytes.
+    `stall_s` is for a step that counts its progress, which only a transfer does. A pause that waits for a long answer,
+    or an engine that loads a large folder, makes none that could be seen, and is healthy (SCENARIOS 15): there the
+    deadline counts, and the heartbeats tell a worker that died meanwhile.
     """
     left_s = max(until_s - now_s, ENDING_S if is_ending else MIN_LIMIT_S)
     ack_s = min(ACK_S, max(MIN_LIMIT_S, ACK_PART * left_s))
-    return Limits(ack_s=ack_s, stall_s=min(max(stall_s, ENDING_S) if is_ending else stall_s, left_s), deadline_s=left_s)
+    return Limits(ack_s=ack_s, stall_s=left_s if stall_s is None else min(stall_s, left_s), deadline_s=left_s)

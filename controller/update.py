@@ -44,6 +44,7 @@ from rlbus.schemas import (
     LeaveTask,
     Outcome,
     Progress,
+    ReceiveWeights,
     SenderSignal,
     SenderStep,
     SendTask,
@@ -202,7 +203,7 @@ class UpdateRun:
                 limits = limits_until(
                     self._op.forward_until_s,
                     self._loop.time(),
-                    stall_s=self.state.plan.request.stall_s,
+                    stall_s=self.state.plan.request.stall_s if isinstance(ask.body, ReceiveWeights) else None,
                     is_ending=ask.is_ending,
                 )
                 await self._line.ask(

@@ -44,8 +44,6 @@ from rlbus.schemas import (
 
 _log = logging.getLogger("rlbus.controller")
 
-# No progress for this long ends a step on a worker. Source: the default of UpdateWeights.stall_s.
-STALL_S = 30.0
 # How often and after how many seconds a worker that is busy ending a pause is asked again to resume: 60 s in all.
 MAX_FREE_TRIES = 120
 FREE_RETRY_S = 0.5
@@ -263,7 +261,7 @@ class FleetVerb:
         """The answer of whoever has none, None if all have one."""
         until_s = self._loop.time() + ENDING_S
         while True:
-            limits = limits_until(self._op.forward_until_s, self._loop.time(), stall_s=STALL_S, is_ending=is_final)
+            limits = limits_until(self._op.forward_until_s, self._loop.time(), is_ending=is_final)
             try:
                 await self._line.ask(
                     body,

@@ -4,6 +4,9 @@ Invariants: every addressed worker ends with exactly one `Gathered`; an answer c
 open workers at `wake_s`, never a timer each. Three limits, never one number for all: no sign of life within `ack_s`, no
 progress within `stall_s`, not done within `deadline_s`. Silence is settled by asking the worker what became of the op
 before it is reported. While we are disconnected ourselves, nobody's silence counts, only the deadline does.
+
+A worker that has answered says so again at least every second while it runs. If that stops, its result may be lost, so
+it is asked; else a lost result would cost the whole deadline.
 """
 
 import enum
@@ -27,6 +30,8 @@ from rlbus.schemas import (
 
 # Who hasn't answered after this part of the ack limit gets the same command again.
 RESEND_PART = 0.25
+# A worker that runs counts as silent after this many ack limits: machines that starve for seconds are not dead.
+RUNNING_SILENCE_LIMITS = 3
 # How long a silent worker may take at least to say what became of the op, in seconds, also past the deadline.
 SETTLE_GRACE_S = 1.0
 # 503s in a row on a worker's own subject after which it counts as not there; they are RESEND_PART of the limit apart.
@@ -104,7 +109,7 @@ class _Phase(enum.Enum):
 
 @dataclass(slots=True)
 class _Track:
-    """One worker that has no outcome yet. `due_s` ends its present phase."""
+    """One worker that has no outcome yet. `due_s` ends its present phase, `stalled_at_s` its patience for progress."""
 
     worker: WorkerId
     key: tuple[str, str]
@@ -112,6 +117,7 @@ class _Track:
     resend_at_s: float | None
     boot_id: str | None
     phase: _Phase = _Phase.WAITING
+    stalled_at_s: float = float("inf")
     step: str = ""
     done: int = -1
     num_unheard: int = 0
@@ -249,8 +255,8 @@ class Gather:
 
     def _on_due(self, track: _Track, is_over: bool, now_s: float) -> list[Send]:
         if track.due_s <= now_s + _EPSILON_S and not self.is_deaf:
-            is_waiting = track.phase is _Phase.WAITING
-            return self._settle(track, FaultCode.NO_ACK if is_waiting else FaultCode.STALLED, now_s)
+            is_stalled = track.phase is _Phase.RUNNING and track.stalled_at_s <= now_s + _EPSILON_S
+            return self._settle(track, FaultCode.STALLED if is_stalled else FaultCode.NO_ACK, now_s)
         if is_over:
             return self._settle(track, FaultCode.DEADLINE, now_s)
         if track.resend_at_s is not None and track.resend_at_s <= now_s + _EPSILON_S:
@@ -271,8 +277,12 @@ class Gather:
             self.num_duplicates += 1
             return False
         is_final = is_settling and (track.told is not None or now_s >= self.deadline_at_s - _EPSILON_S)
-        if (is_first or is_grown) and not is_final:
-            self._run(track, now_s)
+        if is_final:
+            return True
+        if is_first or is_grown:
+            self._run(track, now_s, is_progress=track.phase is not _Phase.SETTLING or is_grown)
+        elif track.phase is _Phase.RUNNING:
+            self._run(track, now_s, is_progress=False)
         return True
 
     def _on_told(self, track: _Track, answer: WorkerAnswer, now_s: float) -> list[Send]:
@@ -302,19 +312,26 @@ class Gather:
     def _on_told_running(self, track: _Track, now_s: float) -> None:
         is_over = now_s >= self.deadline_at_s - _EPSILON_S
         if track.why is FaultCode.NO_ACK and not is_over:
-            self._run(track, now_s)
+            self._run(track, now_s, is_progress=False)
             return
         self._end_with(track, FaultCode.DEADLINE if is_over else track.why, "it still runs", settled="running")
 
     def _await_ack(self, track: _Track, now_s: float) -> None:
-        track.phase, track.told = _Phase.WAITING, None
+        track.phase, track.told, track.stalled_at_s = _Phase.WAITING, None, float("inf")
         track.due_s = now_s + self.limits.ack_s
         track.resend_at_s = now_s + RESEND_PART * self.limits.ack_s
 
-    def _run(self, track: _Track, now_s: float) -> None:
+    def _run(self, track: _Track, now_s: float, *, is_progress: bool) -> None:
+        """It lives; `is_progress` also renews its patience for progress, which starts with its first sign of life."""
         track.phase, track.resend_at_s = _Phase.RUNNING, None
-        track.due_s = now_s + self.limits.stall_s
+        if is_progress or track.stalled_at_s == float("inf"):
+            track.stalled_at_s = now_s + self.limits.stall_s
+        track.due_s = min(now_s + self._silence_s, track.stalled_at_s)
         self._wake_by(track.due_s)
+
+    @property
+    def _silence_s(self) -> float:
+        return RUNNING_SILENCE_LIMITS * self.limits.ack_s
 
     def _settle(self, track: _Track, why: FaultCode, now_s: float) -> list[Send]:
         track.phase, track.resend_at_s, track.why = _Phase.SETTLING, None, why

@@ -241,8 +241,6 @@ class NatsConnection:
         self._outbox_bytes = 0
         client = self._client
         client._status = Client.CLOSED
-        client._pending = []
-        client._pending_data_size = 0
         own = [self._writer, client._reading_task, client._ping_interval_task, client._flusher_task]
         tasks = [t for t in (*own, *(sub._wait_for_msgs_task for sub in client._subs.values())) if t is not None]
         client._subs.clear()

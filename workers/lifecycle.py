@@ -2,8 +2,8 @@
 
 Rules (DESIGN section 4): a command is validated wholly before it changes anything; one mutation at a time; a repeat of
 an op_id joins; a failed update leaves the weights as they were (before the first byte) or dirty (after it, or in
-doubt), paused, and with its session closed. What takes a running transfer back (abort of the same update, destroy of
-the same group) is the one kind of mutation that is admitted beside another: it ends that one and then runs.
+doubt), paused, and with its session closed. What takes a running mutation back (abort of the same update, destroy of
+the same group, resume over a pause) is the one kind that is admitted beside another: it ends that one and then runs.
 """
 
 from collections.abc import Callable
@@ -120,6 +120,8 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
     mutation = Running(op_id=command.op_id, body=body)
     if state.running is not None:
         if state.queued is None and takes_back(body, state.running.body):
+            if problem := check_body(state, body):
+                return state, (Refuse(problem),)
             return replace(state, queued=mutation), (Run(takes_back=state.running.op_id),)
         running = state.running.op_id
         route = route_of(state.running.body)
@@ -178,6 +180,8 @@ def takes_back(body: CommandBody, running: CommandBody) -> bool:
             return body.epoch == running.epoch
         case DestroyGroup(), InitGroup():
             return body.epoch == running.plan.epoch
+        case ResumeGeneration(), PauseGeneration():
+            return True
         case _:
             return False
 

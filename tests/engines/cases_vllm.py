@@ -72,7 +72,7 @@ class _Opened:
     async def save(self, folder: Path, version: Version) -> None:
         from safetensors.torch import save_file
 
-        folder.mkdir(parents=True)
+        os.makedirs(folder)
         save_file({name: tensor.clone() for name, tensor in self._of(version).items()}, folder / "model.safetensors")
 
     async def generate(

@@ -173,6 +173,28 @@ def test_a_server_that_says_nothing_or_isnt_nats_is_one_clear_line() -> None:
     run(scenario)
 
 
+def test_a_server_that_is_slow_at_each_step_has_one_limit_for_all() -> None:
+    """nats-py's own limit is for each read: INFO after 0.9 s and never a PONG would take 1.9 s."""
+
+    async def scenario(server: EmbeddedServer) -> None:
+        async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(0.9)
+            writer.write(b'INFO {"max_payload": 1048576}\r\n')
+            await reader.read()
+            writer.transport.abort()
+
+        loop = asyncio.get_running_loop()
+        async with await asyncio.start_server(slow, "127.0.0.1", 0) as listener:
+            url = f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            started_s = loop.time()
+            with pytest.raises(BrokenError, match="no connection within 1 s"):
+                await connect_bus(BusConfig(url=url, connect_s=1.0), name="trap")
+            assert loop.time() - started_s < 1.7
+        await until(lambda: len(asyncio.all_tasks()) == 1)
+
+    run(scenario)
+
+
 def test_a_cancelled_connect_leaves_nothing() -> None:
     """No task (checked by `run`), no connection."""
 

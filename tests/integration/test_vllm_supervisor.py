@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,22 @@ def restarts(max_restarts: int = 3) -> Restarts:
     return Restarts(RestartPolicy(max_restarts=max_restarts, first_s=0.01, max_s=0.02))
 
 
-async def lives(pids: Path, num: int) -> list[list[int]]:
-    """(server, its child) of each life so far, once there are `num`."""
-    while True:
-        lines = pids.read_text().splitlines() if pids.exists() else []
-        if len(lines) >= num:
-            return [[int(pid) for pid in line.split()] for line in lines]
+def begun(pids: Path) -> list[list[int]]:
+    """(server, its child) of each life so far."""
+    lines = pids.read_text().splitlines() if pids.exists() else []
+    return [[int(pid) for pid in line.split()] for line in lines]
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """Look until it is. Bounded by the test."""
+    while not is_true():  # noqa: ASYNC110 - other processes have no Event
         await asyncio.sleep(0.02)
+
+
+async def lives(pids: Path, num: int) -> list[list[int]]:
+    """Those lives, once there are `num`."""
+    await until(lambda: len(begun(pids)) >= num)
+    return begun(pids)
 
 
 def is_running(pid: int) -> bool:
@@ -56,8 +66,7 @@ def is_running(pid: int) -> bool:
 
 async def gone(pids: list[int]) -> None:
     """Wait until none of them lives."""
-    while any(is_running(pid) for pid in pids):
-        await asyncio.sleep(0.02)
+    await until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_dead_server_is_started_again_and_nothing_of_it_stays(

@@ -10,7 +10,6 @@ import importlib.metadata
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from rlbus.config import ENV_NAMES, BusConfig
 from rlbus.errors import ConfigError
 from rlbus.workers.config import Identity
 from rlbus.workers.vllm_server.command import ServerCommand, server_command, small_machine_env
+from rlbus.workers.vllm_server.output import output
 from rlbus.workers.vllm_server.restarts import RestartPolicy, Restarts
 
 __all__ = ["EXIT_GAVE_UP", "keep_running", "small_machine_env", "supervise"]
@@ -29,8 +29,6 @@ _log = logging.getLogger("rlbus.workers")
 EXIT_GAVE_UP = 1
 # How long a server may take to end after SIGTERM: vLLM takes 0.5 s, and longer when it lets requests finish.
 STOP_S = 30.0
-# How long the last lines of a server that has ended may take to come.
-LAST_LINES_S = 2.0
 
 
 async def supervise(
@@ -104,36 +102,19 @@ async def keep_running(
 
 async def _run_once(command: ServerCommand, who: str, stopped: asyncio.Event, log: Path | None) -> int:
     """One life of the server, until it ends or the supervisor is told to stop; its exit status."""
-    pipe, both = (asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT) if log is None else (None, None)
-    child = await Child.start("vllm", command.argv, env=command.env, log=log, stdout=pipe, stderr=both)
-    _log.info("worker %s: vLLM starts, process %d", who, child.pid)
-    printing = asyncio.create_task(_print_lines(child, who))
-    ending = asyncio.create_task(child.wait())
-    stopping = asyncio.create_task(stopped.wait())
-    try:
-        await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        # Also after its own end: what it had started ends with it.
-        code = await child.stop(STOP_S)
-        await asyncio.wait({printing}, timeout=LAST_LINES_S)
-        for task in (printing, ending, stopping):
-            task.cancel()
-    return code
-
-
-async def _print_lines(child: Child, who: str) -> None:
-    """Pass the server's output on to stderr, line by line."""
-    if child.stdout is None:
-        return
-    while True:
+    async with output(who, log) as sink:
+        child = await Child.start("vllm", command.argv, env=command.env, log=log, stdout=sink, stderr=sink)
+        _log.info("worker %s: vLLM starts, process %d", who, child.pid)
+        ending = asyncio.create_task(child.wait())
+        stopping = asyncio.create_task(stopped.wait())
         try:
-            line = await child.stdout.readline()
-        except ValueError:
-            continue  # a line longer than the reader's buffer was dropped
-        if not line:
-            return
-        sys.stderr.write(f"[{who}] {line.decode(errors='replace')}")
-        sys.stderr.flush()
+            await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+            stopping.cancel()
+            # Also after its own end: what it had started ends with it.
+            code = await child.stop(STOP_S)
+        return code
 
 
 def _bus_env(config: BusConfig, identity: Identity, weight_roots: Sequence[str]) -> dict[str, str]:

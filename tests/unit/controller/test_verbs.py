@@ -152,17 +152,28 @@ def test_a_verb_names_who_failed_and_leaves_the_others_alone() -> None:
     play([worker(1), worker(2, {"flush_cache": {1: failing(code=FaultCode.FLUSH_FAILED)}})], scenario)
 
 
-def test_an_undo_asks_a_busy_worker_again_until_its_pause_is_over() -> None:
-    """The deadline passes in the middle of a long pause: the worker is let go as soon as it can be."""
+def test_an_undo_takes_a_pause_back_that_is_still_in_progress() -> None:
+    """The deadline passes in the middle of a long pause: the worker is let go at once, not when the pause is over."""
 
     async def scenario(scene: Scene) -> None:
         report = await scene.fleet.client.pause(deadline_s=10.0, check=False)
         assert report.status is OpStatus.FAILED
         assert outcomes(report)["1"] == "undone"
-        await asyncio.sleep(30.0)
         assert await scene.generations() == [RUNNING, RUNNING]
 
-    play([worker(1), worker(2, {"pause": {1: Step(latency_s=12.0)}})], scenario)
+    play([worker(1), worker(2, {"pause": {1: Step(latency_s=300.0)}})], scenario)
+
+
+def test_a_pause_that_waits_for_long_answers_is_not_a_stalled_one() -> None:
+    """SCENARIOS 15: a wait of minutes shows no progress, and is healthy; only the deadline ends it."""
+
+    async def scenario(scene: Scene) -> None:
+        report = await scene.fleet.client.pause(mode="wait", deadline_s=600.0)
+        assert report.status is OpStatus.OK
+        assert report.took_s == pytest.approx(300.0)
+        assert await scene.generations() == [PAUSED]
+
+    play([worker(1, {"pause": {1: Step(latency_s=300.0)}})], scenario)
 
 
 def test_a_dead_fleet_ends_every_verb_within_its_deadline() -> None:

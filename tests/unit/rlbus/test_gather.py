@@ -206,6 +206,34 @@ def test_a_silent_worker_that_says_it_runs_is_waited_for() -> None:
     assert run_until(g, 7.5) == [(7.5, Send(A, Verb.ASK))]
 
 
+def test_a_running_worker_that_falls_silent_is_asked_long_before_the_deadline() -> None:
+    """Its result may be lost: the signs of life that it owes every second have stopped."""
+    limits = Limits(ack_s=2.0, stall_s=1000.0, deadline_s=1000.0)
+    g = gather(A, B, limits=limits)
+    for worker in (A, B):
+        g.on_answer(accepted(worker), 0.0)
+    for second in range(1, 60):
+        assert run_until(g, float(second)) == ([(6.0, Send(A, Verb.ASK))] if second == 6 else [])
+        g.on_answer(progress(B, 0), float(second))
+        if second == 6:
+            assert g.on_answer(told(A, running=False, status=ResultStatus.OK), 6.0) == (False, [Send(A, Verb.FETCH)])
+            g.on_answer(result(A), 6.0)
+    assert g.outcomes[A].is_ok
+    assert g.num_open == 1
+
+
+def test_signs_of_life_without_progress_do_not_put_the_stall_off() -> None:
+    """Also when it was asked in between, and said that it runs."""
+    g = gather(A, limits=Limits(ack_s=1.0, stall_s=5.0, deadline_s=100.0))
+    g.on_answer(progress(A, 0), 0.0)
+    assert run_until(g, 3.0) == [(3.0, Send(A, Verb.ASK))]
+    g.on_answer(told(A, running=True), 3.1)
+    g.on_answer(progress(A, 0), 4.0)
+    assert run_until(g, 5.0) == [(5.0, Send(A, Verb.ASK))]
+    g.on_answer(told(A, running=True), 5.1)
+    assert code_of(g, A) is FaultCode.STALLED
+
+
 def test_a_silent_worker_that_never_got_it_is_not_unknown() -> None:
     """`unknown_op`: nothing has begun there."""
     g = gather(A)
@@ -255,7 +283,7 @@ def test_what_is_told_of_another_op_settles_nothing() -> None:
 
 def test_the_deadline_ends_it_for_everybody_after_asking() -> None:
     """Running, silent and ended workers are told apart within the grace."""
-    g = gather(A, B, C, limits=Limits(ack_s=2.0, stall_s=30.0, deadline_s=10.0))
+    g = gather(A, B, C, limits=Limits(ack_s=4.0, stall_s=30.0, deadline_s=10.0))
     for worker in (A, B, C):
         g.on_answer(accepted(worker), 0.1)
     assert run_until(g, 10.0) == [(10.0, Send(w, Verb.ASK)) for w in (A, B, C)]

@@ -73,7 +73,9 @@ def test_the_wire_refuses_what_is_no_instance_id(text: str) -> None:
         msgspec.convert(text, InstanceId)
 
 
-@pytest.mark.parametrize("text", ["0", "9", "10", "18446744073709551615", "18446744073709551609", "17999999999999999999"])
+@pytest.mark.parametrize(
+    "text", ["0", "9", "10", "18446744073709551615", "18446744073709551609", "17999999999999999999"]
+)
 def test_the_wire_takes_every_unsigned_64_bit_number(text: str) -> None:
     """Up to the largest."""
     assert msgspec.convert(text, InstanceId) == text

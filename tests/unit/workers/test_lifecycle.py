@@ -334,7 +334,8 @@ TAKE_BACKS: list[tuple[CommandBody, CommandBody, bool]] = [
     (DestroyGroup(epoch=2), InitGroup(plan=plan(3)), False),
     (ABORT, COMMIT, False),
     (ABORT, PauseGeneration(), False),
-    (ResumeGeneration(), PauseGeneration(), False),
+    (ResumeGeneration(), PauseGeneration(), True),
+    (PauseGeneration(), ResumeGeneration(), False),
     (ReceiveWeights(update_op_id="u", epoch=3, version=V2, manifest_digest="d", bucket_bytes=8), RECEIVE, False),
 ]
 
@@ -441,3 +442,10 @@ def test_routes_of_an_update_come_together() -> None:
     with_update = served_routes(frozenset({"update_weights_from_distributed"}))
     assert {"put_manifest", "prepare_weights_update", "abort_weights_update", "hello"} <= with_update
     assert served_routes(frozenset()) == {"hello", "get_status", "get_outcome", "get_weight_version"}
+
+
+def test_a_resume_over_a_pause_keeps_its_own_rules() -> None:
+    """Torn weights refuse it also while another pause is in progress; with force it takes the pause back."""
+    busy = replace(STILL, weights=DIRTY, running=Running("a", PauseGeneration()))
+    assert refusal(busy, arrived(ResumeGeneration())) is FaultCode.DIRTY
+    assert decide(busy, arrived(ResumeGeneration(force=True)))[1] == (Run(takes_back="a"),)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,7 +139,7 @@ class FakeLLM:
         self._note("finish")
         assert self._is_open, "finish_weight_update called without a matching start_weight_update"
         self._is_open = False
-        if self._folder is not None and Path(self._folder.path).is_dir():
+        if self._folder is not None:
             self._say(self._folder, "finish", self.finished)
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Which server process has an agent, what it says of its address, and how it behaves without a bus."""
 
 import asyncio
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import Announcement, Goodbye, WorkerMessage
 from rlbus.testing import LoopClock, MemoryBroker, run
 from rlbus.workers.engines.fake import FakeEngine
-from rlbus.workers.vllm_server import attachment as attachment_module
 from rlbus.workers.vllm_server import engine as engine_module
 from rlbus.workers.vllm_server.attachment import MAX_RETRY_S, Attachment, WorkerEnv, local_address_towards
 from tests.unit.workers.vllm_server.fake_llm import FakeLLM, config
@@ -178,7 +178,7 @@ def test_server_stops_at_once_while_there_is_no_bus(monkeypatch: pytest.MonkeyPa
 def test_lost_engine_stops_a_supervised_server(monkeypatch: pytest.MonkeyPatch, is_supervised: bool) -> None:
     """So that it is started anew; nobody would start another one, so that is left alone."""
     raised: list[int] = []
-    monkeypatch.setattr(attachment_module.signal, "raise_signal", raised.append)
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
 
     async def main() -> None:
         monkeypatch.setitem(ENV, "RLBUS_SUPERVISED", "1" if is_supervised else "")

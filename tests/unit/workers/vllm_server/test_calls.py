@@ -37,7 +37,7 @@ def test_answer_and_error_are_handed_on() -> None:
         calls = EngineCalls(core)
         assert await calls.ask("question", core.fine, 1.0) == 7
         assert await calls.hold("call", core.fine, 1.0) == 7
-        with pytest.raises(EngineError, match="call: .*boom"):
+        with pytest.raises(EngineError, match=r"call: .*boom"):
             await calls.hold("call", core.fails, 1.0)
         assert calls.death is None
 

@@ -74,7 +74,7 @@ def test_garbled_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     """Also one that isn't there."""
-    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         read_folder(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         read_folder(tmp_path / "nothing")

@@ -45,9 +45,9 @@ def on_engine(llm: FakeLLM, tmp_path: Path, check: Check) -> None:
             await check(engine)
         finally:
             await engine.aclose()
-        assert list(tmp_path.iterdir()) == []
 
     run(main())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_offers_what_the_server_was_configured_for(tmp_path: Path) -> None:
