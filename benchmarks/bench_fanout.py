@@ -1,8 +1,8 @@
-"""Fan-out latency: rlbus' scatter-gather against a plain NATS gather without any logic, over the same server and the same
-responders (64 connections in a process of their own, or fewer).
+"""Fan-out latency: rlbus' scatter-gather against a plain NATS gather without any logic.
 
-Prints one line per fleet size with both medians and their ratio; the last line is JSON. The bar of DESIGN section 10 is a
-ratio of at most 1.25.
+Both go over the same server to the same responders (64 connections in a process of their own, or fewer). Prints one
+line per fleet size with both medians and their ratio; the last line is JSON. The bar of DESIGN section 10 is a ratio of
+at most 1.25.
 """
 
 import argparse
