@@ -13,6 +13,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
 from rlbus import subjects
 from rlbus._process import Child
 from rlbus._transport import Message
@@ -60,23 +64,23 @@ def _serve(bus: Bus, instance_id: str) -> None:
         bus.transport.subscribe(pattern, answer)
 
 
-async def plain_gather(bus: Bus, num_workers: int, data: bytes) -> None:
-    """Publish once and count answers; nothing else."""
-    inbox = bus.transport.new_inbox()
+async def plain_gather(client: Client, num_workers: int, data: bytes) -> None:
+    """Publish once and count answers, with nats-py itself; nothing else."""
+    inbox = client.new_inbox()
     done = asyncio.Event()
     count = 0
 
-    def on_answer(message: Message) -> None:
+    async def on_answer(_: Msg) -> None:
         nonlocal count
         count += 1
         if count == num_workers:
             done.set()
 
-    subscription = bus.transport.subscribe(f"{inbox}.*", on_answer)
-    bus.transport.publish(subjects.command(NAMESPACE, COMPONENT, "flush_cache"), data, inbox)
+    subscription = await client.subscribe(f"{inbox}.*", cb=on_answer)
+    await client.publish(subjects.command(NAMESPACE, COMPONENT, "flush_cache"), data, reply=inbox)
     async with asyncio.timeout(LIMITS.deadline_s):
         await done.wait()
-    subscription.unsubscribe()
+    await subscription.unsubscribe()
 
 
 async def median_s(rounds: int, job: Callable[[], Awaitable[object]]) -> float:
@@ -101,6 +105,7 @@ async def measure(url: str, num_workers: int, rounds: int) -> dict[str, float]:
         assert child.stdout is not None
         async with asyncio.timeout(READY_S):
             assert await child.stdout.readline() == b"ready\n"
+        client = await nats.connect(url)
         async with await connect_bus(BusConfig(url=url, namespace=NAMESPACE), name="bench") as bus:
             members = [worker_id(COMPONENT, str(i + 1)) for i in range(num_workers)]
             command = Command(op_id="plain", term=1, expires_at=time.time() + 3600, body=FlushCache())
@@ -120,8 +125,9 @@ async def measure(url: str, num_workers: int, rounds: int) -> dict[str, float]:
 
             blocks = []
             for _ in range(3):
-                plain = await median_s(rounds, lambda: plain_gather(bus, num_workers, encode(command)))
+                plain = await median_s(rounds, lambda: plain_gather(client, num_workers, encode(command)))
                 blocks.append((plain, await median_s(rounds, rlbus_fanout)))
+        await client.close()
     finally:
         await child.stop()
     plain_s, rlbus_s = (statistics.median(values) for values in zip(*blocks, strict=True))

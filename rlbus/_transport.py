@@ -1,4 +1,6 @@
-"""The seam between rlbus and a message bus. `rlbus._nats` implements it over nats-py, `rlbus._memory` in memory.
+"""The seam between rlbus and a message bus.
+
+`rlbus._supervised` implements it over the connections of `rlbus._nats`, `rlbus._memory` in memory.
 
 Contract (both implementations pass the same tests):
 - Delivery is at most once, in order per publisher and subject, to every subscription whose pattern matches.

@@ -36,7 +36,8 @@ STOP_S = 20.0
 ADVERTISE_HOST = "RLBUS_ADVERTISE_HOST"
 # Parent of the private folder through which engine processes answer.
 RUN_DIR = "RLBUS_RUN_DIR"
-_SUPERVISED = "RLBUS_SUPERVISED"
+# Set by `rlbus worker vllm` in the environment of the server that it supervises.
+SUPERVISED = "RLBUS_SUPERVISED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class WorkerEnv:
             agent=AgentConfig.from_env(environ=environ),
             advertise_host=environ.get(ADVERTISE_HOST) or None,
             run_dir=environ.get(RUN_DIR) or None,
-            is_supervised=environ.get(_SUPERVISED) == "1",
+            is_supervised=environ.get(SUPERVISED) == "1",
         )
 
 

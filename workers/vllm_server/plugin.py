@@ -13,12 +13,10 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rlbus.workers.vllm_server.attachment import Attachment
+from rlbus.workers.vllm_server.attachment import SUPERVISED, Attachment
 
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
 TRANSFER_CLASS = "GlooWeightTransferEngine"
-# Set by `rlbus worker vllm` in the environment of the server that it supervises.
-SUPERVISED = "RLBUS_SUPERVISED"
 # Source: linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 # Whether this process has them; vLLM refuses a name that is there.
