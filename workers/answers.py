@@ -119,12 +119,17 @@ class Answers:
         self._answer(reply, result)
 
     def refuse(self, op_id: str | None, replies: Sequence[str], why: Fault, route: str | None, at: float) -> None:
-        """Count a refusal, tell whoever can be reached, and log it at most once per REFUSAL_LOG_S."""
-        self.num_refused += 1
+        """Tell whoever can be reached, count it, and log it at most once per REFUSAL_LOG_S.
+
+        `manifest_unknown` is neither counted nor logged: it is how a worker asks for a manifest that is new to it.
+        """
         if op_id is not None:
             refusal = self.build(op_id, ResultStatus.REFUSED, fault=why)
             for reply in replies:
                 self._answer(reply, refusal)
+        if why.code is FaultCode.MANIFEST_UNKNOWN:
+            return
+        self.num_refused += 1
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_at_s < REFUSAL_LOG_S:
             return

@@ -407,3 +407,15 @@ def test_duplicated_and_reordered_commands_run_once_each() -> None:
         assert rig.engine.calls.count("flush_cache") == 20
 
     on_worker(scenario)
+
+
+def test_asking_for_a_manifest_is_no_refusal_to_worry_about() -> None:
+    """Each new shape of model begins with `manifest_unknown`: answered, but neither counted nor published."""
+
+    async def scenario(rig: Rig) -> None:
+        result = await rig.send(PrepareWeightsUpdate(version=Version(step=1), manifest_digest="new"))
+        assert code_of(result) is FaultCode.MANIFEST_UNKNOWN
+        assert rig.agent.status().num_refused_messages == 0
+        assert not [e for e in rig.events if isinstance(e, CommandRefused)]
+
+    on_worker(scenario)
