@@ -65,3 +65,24 @@ def test_an_example_runs_and_every_update_is_ok(url: str, model: Path, script: s
     for text, begin in zip(told, lines, strict=True):
         assert text.startswith(begin)
         assert "step" not in begin or ": ok, 1 of 1 workers" in text
+
+
+def test_the_custom_engine_is_paused_and_resumed_and_refuses_the_rest(url: str) -> None:
+    """An adapter of one's own in a component of its own; a flush is refused, since it does not serve that."""
+    env = {**os.environ, "RLBUS_URL": url, "RLBUS_NAMESPACE": "default", "RLBUS_COMPONENT": "ticker"}
+    engine = subprocess.Popen([sys.executable, str(EXAMPLES / "custom_engine.py")], env=env, stdout=subprocess.PIPE)
+    assert engine.stdout is not None
+    try:
+        assert engine.stdout.readline() == b"ready\n"
+        found = {}
+        for verb in ("pause", "resume", "flush"):
+            command = [sys.executable, "-m", "rlbus", verb, "--component", "ticker", "--json"]
+            done = subprocess.run(command, env=env, capture_output=True, timeout=60)
+            found[verb] = (done.returncode, json.loads(done.stdout))
+        assert found["pause"][0] == found["resume"][0] == 0, found
+        assert found["flush"][0] == 3, found
+        assert found["flush"][1]["error"]["code"] == "no_route", found
+    finally:
+        engine.terminate()
+        engine.communicate(timeout=30.0)
+    assert engine.returncode == 0
