@@ -3,38 +3,17 @@
 Every tensor is copied out of its file, so that a file that is overwritten later changes nothing.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from rlbus.errors import ManifestError, RLBusError
+from rlbus.errors import ManifestError
 from rlbus.schemas import TensorSpec
 from rlbus.transfer.flat import dtype_name
 from rlbus.transfer.manifest import compare
-
-INDEX = "model.safetensors.index.json"
-# Copying converts between these.
-FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-
-
-class CheckpointError(RLBusError):
-    """A folder can't be loaded. `path` is the file or folder, `problem` what is wrong with it."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = path
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.problem}"
-
-
-def accepts(expected: str, announced: str) -> bool:
-    """Whether a tensor of dtype `announced` can be copied into one of `expected`."""
-    return expected == announced or (expected in FLOATS and announced in FLOATS)
+from rlbus.workers.checkpoint import CheckpointError, accepts, checkpoint_files
 
 
 def specs_of(module: nn.Module) -> tuple[TensorSpec, ...]:
@@ -54,10 +33,8 @@ def read_tensors(folder: Path, expected: Sequence[TensorSpec]) -> dict[str, Tens
         CheckpointError: no folder, no safetensors in it, a file that is missing, truncated or garbled, or other tensors
             than `expected` (names the first).
     """
-    if not folder.is_dir():
-        raise CheckpointError(str(folder), "there is no such folder")
     found: dict[str, Tensor] = {}
-    for path in _files(folder):
+    for path in checkpoint_files(folder):
         _read_file(path, found)
     try:
         compare(expected, [spec_of(name, tensor) for name, tensor in found.items()], accepts=accepts)
@@ -76,21 +53,3 @@ def _read_file(path: Path, found: dict[str, Tensor]) -> None:
                 found[name] = file.get_tensor(name).clone()
     except (OSError, SafetensorError) as exc:
         raise CheckpointError(str(path), f"is no complete safetensors file ({exc})") from exc
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files that belong to the checkpoint: those that an index names, else all."""
-    index = folder / INDEX
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(str(folder), "there is no *.safetensors in it")
-        return files
-    try:
-        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
-        raise CheckpointError(str(index), f"is no index of a checkpoint ({type(exc).__name__})") from exc
-    bad = next((name for name in sorted(names) if Path(name).name != name), None)
-    if bad is not None:
-        raise CheckpointError(str(index), f"names a file outside of the folder: {bad!r}")
-    return [folder / name for name in sorted(names)]

@@ -22,8 +22,9 @@ from rlbus.transfer.checksum import tensor_checksum
 from rlbus.transfer.group import Group, open_group, prove
 from rlbus.transfer.manifest import compare
 from rlbus.transfer.receiver import receive
+from rlbus.workers.checkpoint import CheckpointError, accepts
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
-from rlbus.workers.torch_lm.checkpoint import CheckpointError, accepts, read_tensors, specs_of
+from rlbus.workers.torch_lm.checkpoint import read_tensors, specs_of
 from rlbus.workers.torch_lm.model import CausalLM
 
 _log = logging.getLogger("rlbus.workers")

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlbus.errors import RLBusError
 from rlbus.schemas import TensorSpec
 from rlbus.transfer.manifest import compare, num_bytes
+from rlbus.workers.checkpoint import CheckpointError, accepts, checkpoint_files
 
-INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 # Source: safetensors' own limit of a header.
 MAX_HEADER_BYTES = 100_000_000
@@ -40,25 +39,6 @@ _DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-# vLLM copies weights into its own parameters, which converts between these.
-_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-
-
-class CheckpointError(RLBusError):
-    """A folder can't be loaded. `path` is the file or folder, `problem` what is wrong with it."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = path
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.problem}"
-
-
-def accepts(expected: str, announced: str) -> bool:
-    """Whether vLLM takes dtype `announced` for one that the model has as `expected`."""
-    return expected == announced or (expected in _FLOATS and announced in _FLOATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +83,13 @@ def read_folder(folder: Path) -> tuple[TensorSpec, ...]:
     Raises:
         CheckpointError: no folder, no safetensors in it, or a file that is missing, truncated or garbled.
     """
-    if not folder.is_dir():
-        raise CheckpointError(str(folder), "there is no such folder")
     found: dict[str, TensorSpec] = {}
-    for path in _files(folder):
+    for path in checkpoint_files(folder):
         for spec in read_file(path):
             if spec.name in found:
                 raise CheckpointError(str(path), f"tensor {spec.name!r} is in another file too")
             found[spec.name] = spec
     return tuple(found.values())
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(str(folder), "there is no *.safetensors in it")
-        return files
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
-        raise CheckpointError(str(index), f"is no index of a checkpoint ({type(exc).__name__})") from exc
-    return [folder / str(name) for name in sorted(names)]
 
 
 def read_file(path: Path) -> tuple[TensorSpec, ...]:

@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rlbus.workers.vllm_server.checkpoint import CheckpointError, ExpectedTensors, describe, expect, read_folder
+from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, describe, expect, read_folder
 
 _log = logging.getLogger("rlbus.workers")
 

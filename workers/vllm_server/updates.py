@@ -14,9 +14,10 @@ import msgspec
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError
 from rlbus.schemas import Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, TensorSpec, Version
+from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.checkpoint import CheckpointError, ExpectedTensors, read_folder
+from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
 from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, RankOutcome
 
 _log = logging.getLogger("rlbus.workers")

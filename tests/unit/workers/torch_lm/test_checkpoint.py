@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlbus.schemas import TensorSpec
-from rlbus.workers.torch_lm.checkpoint import CheckpointError, read_tensors
+from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.torch_lm.checkpoint import read_tensors
 
 pytestmark = pytest.mark.unit
 

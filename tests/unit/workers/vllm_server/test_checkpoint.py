@@ -8,7 +8,8 @@ import pytest
 
 from rlbus.errors import ManifestError
 from rlbus.schemas import TensorSpec
-from rlbus.workers.vllm_server.checkpoint import CheckpointError, accepts, describe, expect, read_folder
+from rlbus.workers.checkpoint import CheckpointError, accepts
+from rlbus.workers.vllm_server.checkpoint import describe, expect, read_folder
 
 pytestmark = pytest.mark.unit
 
