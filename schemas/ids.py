@@ -15,12 +15,13 @@ MAX_INSTANCE_ID = 2**64 - 1
 def _up_to(limit: int) -> str:
     """A pattern of the canonical decimal numbers from 0 to `limit`."""
     digits = str(limit)
-    choices = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}", digits]
+    # Longest first: most ids have all the digits, and shouldn't be tried as shorter ones before.
+    choices = []
     for i, digit in enumerate(digits):
         low = 1 if i == 0 else 0
         if int(digit) > low:
             choices.append(f"{digits[:i]}[{low}-{int(digit) - 1}][0-9]{{{len(digits) - i - 1}}}")
-    return "|".join(choices)
+    return "|".join([*choices, digits, f"[1-9][0-9]{{0,{len(digits) - 2}}}", "0"])
 
 
 # One subject token. NATS forbids white space, '.', '*' and '>'; we allow less, so that names survive shells and URLs.

@@ -113,6 +113,7 @@ def test_a_given_token_may_hold_any_character() -> None:
         async with EmbeddedServer(token='a/b@c:d "e"#%') as server:
             transport = await connect_nats(BusConfig(url=server.url), name="t")
             await transport.barrier(LIMIT_S)
+            assert transport.is_connected
             await transport.aclose()
 
     asyncio.run(scenario())
