@@ -126,7 +126,9 @@ class SimEngine(FakeEngine):
     """A fake engine whose weights come from the fabric, and which notes what really happens to it."""
 
     def __init__(self, truth: Truth, boot: Boot, fabric: Fabric, script: DrawnScript, world_size: int) -> None:
-        super().__init__(cast(FakeScript, script), world_size=world_size, tensors=TENSORS, step_s=STEP_S, feed=self._from_trainer)
+        super().__init__(
+            cast(FakeScript, script), world_size=world_size, tensors=TENSORS, step_s=STEP_S, feed=self._from_trainer
+        )
         self._truth = truth
         self._boot = boot
         self._fabric = fabric
@@ -291,9 +293,7 @@ class ControllerProcess(Process):
 
     def __init__(self, scenario: Scenario, truth: Truth, broker: TracedBroker, term: int) -> None:
         super().__init__(scenario, truth, broker, f"c{term}", scenario.skews_s[-1])
-        self.controller = Controller(
-            self.bus, NAMESPACE, settings=Settings(group_timeout_s=GROUP_TIMEOUT_S), term=term
-        )
+        self.controller = Controller(self.bus, NAMESPACE, settings=Settings(group_timeout_s=GROUP_TIMEOUT_S), term=term)
         self.seen_version: Version | None = None
 
     def lose_requests(self) -> None:

@@ -8,7 +8,6 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from rlbus._memory import NO_FAULTS
 from rlbus.testing import Faults
 
 # Virtual seconds in which ops and faults happen.
@@ -113,13 +112,12 @@ def draw(seed: int) -> Scenario:
 
 
 def _draw_faults(rng: random.Random, kinds: frozenset[str]) -> Faults:
-    faults = Faults(
+    return Faults(
         drop=rng.choice((0.01, 0.05, 0.15)) if "drop" in kinds else 0.0,
         duplicate=rng.choice((0.05, 0.3)) if "duplicate" in kinds else 0.0,
         reorder=rng.choice((0.05, 0.3)) if "reorder" in kinds else 0.0,
         delay_s=(0.0, rng.choice((0.01, 0.1, 0.6))) if "delay" in kinds else (0.0, 0.0),
     )
-    return NO_FAULTS if faults == NO_FAULTS else faults
 
 
 def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:
@@ -132,9 +130,7 @@ def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:
 
 
 def _draw_ask(rng: random.Random, at_s: float) -> Ask:
-    verb = rng.choices(
-        ("update", "pause", "resume", "flush", "abort", "versions"), weights=(8, 2, 3, 1, 1, 1)
-    )[0]
+    verb = rng.choices(("update", "pause", "resume", "flush", "abort", "versions"), weights=(8, 2, 3, 1, 1, 1))[0]
     options: dict[str, Any] = {"deadline_s": rng.choice((2.0, 6.0, 12.0))}
     if verb in ("update", "pause"):
         options["pause_mode" if verb == "update" else "mode"] = rng.choice(("keep", "keep", "wait", "abort"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rlbus.schemas import Report, Version, WorkerId
 
-# What is kept of a run for its trace, in messages and notes.
+# What is kept of a run's trace, in messages and notes.
 TAIL_LEN = 400
 # Bytes of a message that are shown in a trace.
 SHOWN_BYTES = 300
@@ -58,11 +58,11 @@ class Boot:
 
 
 class Truth:
-    """The notes of one run."""
+    """The notes of one run. Of its trace the last `tail_len` lines are kept; None: all."""
 
-    def __init__(self) -> None:
+    def __init__(self, tail_len: int | None = TAIL_LEN) -> None:
         self.violations: list[Violation] = []
-        self.tail: deque[tuple[float, str, str]] = deque(maxlen=TAIL_LEN)
+        self.tail: deque[tuple[float, str, str]] = deque(maxlen=tail_len)
         self.num_messages = 0
         self.num_tokens = 0
         # Versions that somebody asked to roll back to.

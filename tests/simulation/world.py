@@ -47,9 +47,9 @@ RESTART_S = 1.0
 class World:
     """Everything of one run."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, truth: Truth) -> None:
         self.scenario = scenario
-        self.truth = Truth()
+        self.truth = truth
         self._broker = TracedBroker(self.truth, scenario.seed)
         self._fabric = Fabric()
         self._rng = random.Random(f"world/{scenario.seed}")
@@ -286,7 +286,7 @@ class World:
         if not HEALS_BY_ITSELF:
             await self._next_update(until_s)
             await self._verb(Ask(self.truth.now_s, "resume", {"deadline_s": 10.0}))
-        while self.truth.now_s < until_s and self._not_recovered(self._controller.controller.view()):
+        while self.truth.now_s < until_s and self._not_recovered(self._controller.controller.view()):  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(LOOK_S)
 
     async def _next_update(self, until_s: float) -> None:
@@ -328,7 +328,11 @@ class World:
         """Compare what a controller believes with the truth (I1, I6)."""
         view = controller.controller.view()
         seen = controller.seen_version
-        if seen is not None and (view.version is None or view.version < seen) and view.version not in self.truth.rollbacks:
+        if (
+            seen is not None
+            and (view.version is None or view.version < seen)
+            and view.version not in self.truth.rollbacks
+        ):
             self.truth.broken("I6", f"{controller.name} went from {seen} to {view.version} without a rollback")
         controller.seen_version = view.version
         for member in view.members:
@@ -338,7 +342,9 @@ class World:
         view = controller.controller.registry.version
         weights = member.status.weights
         worker = self.workers[int(member.descriptor.instance_id)]
-        if member.admitted and (weights.state is not WeightsState.CLEAN or (view is not None and weights.version != view)):
+        if member.admitted and (
+            weights.state is not WeightsState.CLEAN or (view is not None and weights.version != view)
+        ):
             self.truth.broken("I1", f"{member.worker} is admitted with {weights} while the fleet is at {view}")
         if controller is not self._controller:
             return
