@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import msgspec
 
-from rlbus.controller import transaction
+from rlbus.controller import admission, transaction
 from rlbus.controller.registry import Member, Registry
 from rlbus.schemas import Generation, Liveness
+from rlbus.trainer import Trainer
 from rlbus.workers import checks, lifecycle, mutations
 from rlbus.workers.journal import Journal, Record
 
@@ -77,14 +78,20 @@ def _obey_old_terms(stack: contextlib.ExitStack) -> None:
     stack.enter_context(patch.object(lifecycle, "_refusal", blind))
 
 
+def _obey_what_expired(stack: contextlib.ExitStack) -> None:
+    refusal = lifecycle._refusal
+
+    def blind(state: Any, event: Any) -> Any:
+        return refusal(state, type(event)(**{**_fields(event), "now": 0.0}))
+
+    stack.enter_context(patch.object(lifecycle, "_refusal", blind))
+
+
 def _fields(event: Any) -> dict[str, Any]:
     return {name: getattr(event, name) for name in event.__dataclass_fields__}
 
 
 def _take_any_version(stack: contextlib.ExitStack) -> None:
-    from rlbus.controller import admission
-    from rlbus.trainer import Trainer
-
     stack.enter_context(patch.object(checks, "_check_version", lambda *_: None))
     stack.enter_context(patch.object(admission, "check_version", lambda *_, **__: None))
     stack.enter_context(patch.object(Trainer, "_check_grows", lambda *_: None))
@@ -97,6 +104,7 @@ BUGS = {
     "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 40, _bury_the_living),
     "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 40, _forget_what_ended),
     "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 100, _obey_old_terms),
+    "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 100, _obey_what_expired),
     "take-any-version": Bug("I6", "nobody checks that versions grow", 40, _take_any_version),
 }
 

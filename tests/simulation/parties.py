@@ -160,9 +160,10 @@ class SimEngine(FakeEngine):
 
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
+        update_op_id = "" if self.session is None else self.session.update_op_id
         await super().finish_update(version)
         if not self.is_crashed:
-            self._truth.committed(self._boot, version, self.held)
+            self._truth.committed(self._boot, version, self.held, update_op_id)
 
     def generate(self, num_tokens: int) -> None:
         """Take a request of so many tokens."""
@@ -278,7 +279,9 @@ class WorkerProcess(Process):
             if self.engine.is_crashed:
                 begin(command, record, takes_back)
                 return
-            token = CURRENT.set(self._truth.begun(self.boot, command.op_id, command.term, route_of(command.body)))
+            late_s = self.bus.clock.now() - command.expires_at
+            begun = self._truth.begun(self.boot, command.op_id, command.term, route_of(command.body), late_s)
+            token = CURRENT.set(begun)
             try:
                 begin(command, record, takes_back)
             finally:

@@ -16,6 +16,8 @@ ACTIVE_S = 36.0
 MAX_SKEW_S = 0.4
 # Heartbeat of the simulated workers, in seconds: a dead one is noticed within one run.
 HEARTBEAT_S = 2.0
+# How late messages of a party that lags may be, in seconds: later than most commands are valid.
+MAX_LAG_S = 9.0
 # Part of the runs in which a kind of fault is possible at all.
 PART_PER_KIND = 0.35
 
@@ -25,12 +27,14 @@ KINDS = (
     "duplicate",
     "reorder",
     "partition",
+    "lag",
     "disconnect",
     "blackout",
     "worker-crash",
     "controller-crash",
     "controller-zombie",
     "trainer-crash",
+    "trainer-zombie",
     "slow-verbs",
     "failing-verbs",
     "hanging-verbs",
@@ -42,14 +46,24 @@ KINDS = (
 # Kinds that happen at a moment, and how many of them at most per run.
 _MOMENTS = {
     "partition": 3,
+    "lag": 3,
     "disconnect": 3,
     "blackout": 1,
     "worker-crash": 3,
     "controller-crash": 2,
     "controller-zombie": 1,
     "trainer-crash": 2,
+    "trainer-zombie": 1,
 }
-_LONG_S = {"partition": 12.0, "disconnect": 12.0, "blackout": 10.0, "controller-zombie": 10.0}
+# The longest that each may last, in seconds; 4 s for those that aren't listed.
+_LONG_S = {
+    "lag": 10.0,
+    "trainer-zombie": 10.0,
+    "partition": 12.0,
+    "disconnect": 12.0,
+    "blackout": 10.0,
+    "controller-zombie": 10.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +144,9 @@ def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:
 
 
 def _draw_ask(rng: random.Random, at_s: float) -> Ask:
-    verb = rng.choices(("update", "pause", "resume", "flush", "abort", "versions"), weights=(8, 2, 3, 1, 1, 1))[0]
+    verb = rng.choices(
+        ("update", "pause", "resume", "flush", "abort", "versions", "repeat"), weights=(8, 2, 3, 1, 1, 1, 1)
+    )[0]
     options: dict[str, Any] = {"deadline_s": rng.choice((2.0, 6.0, 12.0))}
     if verb in ("update", "pause"):
         options["pause_mode" if verb == "update" else "mode"] = rng.choice(("keep", "keep", "wait", "abort"))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rlbus.schemas import Report, Version, WorkerId
+from rlbus.schemas import Outcome, Report, Version, WorkerId
 
 # What is kept of a run's trace, in messages and notes.
 TAIL_LEN = 400
@@ -67,9 +67,10 @@ class Truth:
         self.num_tokens = 0
         # Versions that somebody asked to roll back to.
         self.rollbacks: set[Version] = set()
-        self.reports: dict[str, Report] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self._num_begun = 0
+        # (worker, update) of every commit.
+        self._commits: set[tuple[str, str]] = set()
 
     @property
     def now_s(self) -> float:
@@ -102,8 +103,10 @@ class Truth:
 
     # -- commands and engine calls (I4, I5, I6) -----------------------------------------------------------------------
 
-    def begun(self, boot: Boot, op_id: str, term: int, route: str) -> Begun:
-        """A worker begins a command."""
+    def begun(self, boot: Boot, op_id: str, term: int, route: str, late_s: float) -> Begun:
+        """A worker begins a command, `late_s` after it expired by the worker's own clock (below 0: before)."""
+        if late_s >= 0:
+            self.broken("I5", f"{boot.worker} began {route} {op_id} {late_s:.3f} s after it expired")
         if term < boot.term:
             self.broken("I5", f"{boot.worker} began {route} {op_id} of term {term} after term {boot.term}")
         boot.term = max(boot.term, term)
@@ -129,8 +132,9 @@ class Truth:
             self.broken("I5", f"{boot.worker} joined group {epoch} of term {group[0]} after {boot.group}")
         boot.group = max(group, boot.group)
 
-    def committed(self, boot: Boot, version: Version, held: Mapping[str, Version]) -> None:
+    def committed(self, boot: Boot, version: Version, held: Mapping[str, Version], update_op_id: str) -> None:
         """An engine labels its weights."""
+        self._commits.add((boot.worker, update_op_id))
         wrong = {name: str(v) for name, v in held.items() if v != version}
         if wrong:
             self.broken("I2", f"{boot.worker} labelled weights as {version} that are {wrong}")
@@ -150,11 +154,25 @@ class Truth:
     # -- reports (I4) -------------------------------------------------------------------------------------------------
 
     def reported(self, report: Report) -> None:
-        """A caller got the report of an op."""
+        """A caller got the report of an op for the first time."""
         workers = [o.worker for o in report.outcomes]
         self.note("report", f"{report.op} {report.op_id} {report.status.value} {report.outcomes} {report.fault}")
         if len(set(workers)) != len(workers):
             self.broken("I4", f"op {report.op_id} has several outcomes for one worker: {workers}")
-        known = self.reports.setdefault(report.op_id, report)
-        if known != report:
-            self.broken("I4", f"op {report.op_id} has two reports: {known} and {report}")
+        if report.op != "update_weights":
+            return
+        for outcome in report.outcomes:
+            has_it = any(w == outcome.worker and _is_of(report.op_id, op_id) for w, op_id in self._commits)
+            if outcome.outcome is Outcome.OK and not has_it:
+                self.broken("I4", f"{report.op_id} is ok on {outcome.worker}, which committed nothing for it")
+            if outcome.outcome in (Outcome.REFUSED, Outcome.UNDONE, Outcome.SKIPPED) and has_it:
+                self.broken("I4", f"{report.op_id} is {outcome.outcome.value} on {outcome.worker}, which committed it")
+
+    def repeated(self, first: Report, again: Report) -> None:
+        """The same controller was asked for the same op once more."""
+        if first != again:
+            self.broken("I4", f"op {first.op_id} has two reports: {first} and {again}")
+
+
+def _is_of(op_id: str, update_op_id: str) -> bool:
+    return update_op_id == op_id or update_op_id.startswith(f"{op_id}-")

@@ -7,6 +7,7 @@ virtual time passes. Then the invariants over the whole fleet are checked. See d
 import asyncio
 import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from rlbus.errors import RLBusError
@@ -24,7 +25,7 @@ from tests.simulation.parties import (
     TrainerProcess,
     WorkerProcess,
 )
-from tests.simulation.scenario import ACTIVE_S, HEARTBEAT_S, Ask, Mishap, Scenario
+from tests.simulation.scenario import ACTIVE_S, HEARTBEAT_S, MAX_LAG_S, Ask, Mishap, Scenario
 from tests.simulation.truth import Truth
 
 # The strong form of I3: after the faults the fleet recovers by itself (leases end ownerless pauses, a journal finishes
@@ -32,14 +33,14 @@ from tests.simulation.truth import Truth
 # who do the next full update and a resume, and only then everybody has to be admitted.
 HEALS_BY_ITSELF = False
 # How long a fleet may take after the faults until it is as I3 says, in virtual seconds.
-RECOVERY_S = 90.0
+RECOVERY_S = 40.0
 # How long everything that was begun before may take to end before that, in virtual seconds.
 DRAIN_S = 20.0
 # How often the controllers' views are compared with the truth, in seconds.
 LOOK_S = 1.0
 # An admitted worker that isn't what its announcements said is seen by the controller within this many seconds: it turns
 # suspect after 2.5 of its intervals, which have up to 20 % of jitter, and messages take up to a second.
-MAX_LAG_S = 2.5 * HEARTBEAT_S * 1.2 + 2.0
+MAX_NEWS_S = 2.5 * HEARTBEAT_S * 1.2 + 2.0
 # A worker that died is started again after this long, in seconds.
 RESTART_S = 1.0
 
@@ -58,6 +59,10 @@ class World:
         self._num_trainers = 0
         self._last_step = 0
         self._is_calm = False
+        # How late messages may be, in seconds, because somebody lagged in this run.
+        self._lag_s = 0.0
+        # The last report, what asked for it, and the controller that gave it.
+        self._last: tuple[Report, Ask, ControllerProcess] | None = None
         # Another controller is about to take over, so that this one isn't replaced by two.
         self._is_replacing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -157,7 +162,13 @@ class World:
     async def _ask_later(self, ask: Ask) -> None:
         await asyncio.sleep(ask.at_s)
         trainer = self._trainer
-        work = self._update(trainer, ask) if ask.verb == "update" else self._verb(ask)
+        match ask.verb:
+            case "update":
+                work = self._update(trainer, ask)
+            case "repeat":
+                work = self._repeat()
+            case _:
+                work = self._verb(ask)
         call = asyncio.get_running_loop().create_task(work, name=f"call at {ask.at_s}")
         if ask.verb == "update":
             trainer.calls.add(call)
@@ -171,14 +182,30 @@ class World:
             call.result()
 
     async def _verb(self, ask: Ask) -> None:
-        self.truth.note("ask", f"{ask.verb} {ask.options}")
-        options = dict(ask.options, check=False)
-        try:
-            report: Report = await getattr(self._operator.client, ask.verb)(**options)
-        except RLBusError as exc:
-            self.truth.note("raised", f"{ask.verb}: {exc}")
+        controller = self._controller
+        report = await self._call(ask.verb, ask.options)
+        if report is not None:
+            self.truth.reported(report)
+            if controller is self._controller and ask.verb in ("pause", "resume", "flush", "abort"):
+                self._last = (report, ask, controller)
+
+    async def _repeat(self) -> None:
+        """Ask for the last op once more, under its own op_id."""
+        if self._last is None:
             return
-        self.truth.reported(report)
+        first, ask, controller = self._last
+        again = await self._call(ask.verb, dict(ask.options, op_id=first.op_id))
+        if again is not None and controller is self._controller:
+            self.truth.repeated(first, again)
+
+    async def _call(self, verb: str, options: dict[str, Any]) -> Report | None:
+        self.truth.note("ask", f"{verb} {options}")
+        try:
+            report: Report = await getattr(self._operator.client, verb)(**options, check=False)
+        except RLBusError as exc:
+            self.truth.note("raised", f"{verb}: {exc}")
+            return None
+        return report
 
     async def _update(self, trainer: TrainerProcess, ask: Ask) -> None:
         options = dict(ask.options)
@@ -222,6 +249,12 @@ class World:
                 self._broker.partition(victim.transport)
                 await asyncio.sleep(mishap.for_s)
                 self._broker.heal(victim.transport)
+            case "lag":
+                self._lag_s = MAX_LAG_S
+                victim.transport.faults = replace(victim.transport.faults, delay_s=(0.0, MAX_LAG_S))
+                await asyncio.sleep(mishap.for_s)
+                if not self._is_calm:
+                    victim.transport.faults = self.scenario.faults
             case "disconnect":
                 await self._cut([victim], mishap.for_s)
             case "blackout":
@@ -235,6 +268,11 @@ class World:
             case "trainer-crash":
                 await self._trainer.crash()
                 self._start_trainer()
+            case "trainer-zombie":
+                zombie = self._trainer
+                self._start_trainer()
+                await asyncio.sleep(mishap.for_s)
+                await zombie.crash()
 
     async def _cut(self, victims: list[Process], for_s: float) -> None:
         for victim in victims:
@@ -354,7 +392,7 @@ class World:
             return
         now_s = self.truth.now_s
         worker.wrong_since_s = now_s if worker.wrong_since_s is None else worker.wrong_since_s
-        if is_final or now_s - worker.wrong_since_s > MAX_LAG_S:
+        if is_final or now_s - worker.wrong_since_s > MAX_NEWS_S + self._lag_s:
             really = worker.engine.truth_version
             since = f"for {now_s - worker.wrong_since_s:.1f} s"
             self.truth.broken("I1", f"{member.worker} is admitted as {weights.version} but {since} it has {really}")
