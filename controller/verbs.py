@@ -59,16 +59,21 @@ class Book:
     outcomes: dict[str, WorkerOutcome]
     causes: list[Fault] = field(default_factory=list)
 
-    def note(self, phase: str, answers: Answers) -> None:
-        """Take down the answers to one phase: a good one replaces what was good before."""
+    def note(self, phase: str, answers: Answers, *, is_changed: bool = False) -> None:
+        """Take down the answers to one phase: a good one replaces what was good before.
+
+        `is_changed`: an earlier phase has changed these workers, so that a refusal now leaves them neither as they were
+        nor done, which is a failure.
+        """
         for worker, answer in answers.items():
             if not answer.is_ok:
                 assert answer.fault is not None
                 self.causes.append(named(answer.fault, worker))
+            is_refused = answer.outcome is Outcome.REFUSED
             if self.outcomes[worker].outcome in (Outcome.OK, Outcome.SKIPPED):
                 self.outcomes[worker] = WorkerOutcome(
                     worker=worker,
-                    outcome=answer.outcome,
+                    outcome=Outcome.FAILED if is_refused and is_changed else answer.outcome,
                     phase=phase,
                     fault=answer.fault,
                     data=answer.data,
@@ -149,7 +154,7 @@ class FleetVerb:
         free = [w for w in (flushed if at_version else untouched) if w not in self._held]
         freed = await self._resume("resume" if at_version else "undo", free)
         if at_version:
-            self._book.note("resume", freed)
+            self._book.note("resume", freed, is_changed=True)
         else:
             self._note_undo(freed)
         self._op.timings.paused_s = self._loop.time() - began_s
@@ -204,7 +209,7 @@ class FleetVerb:
     async def _flush(self, workers: Sequence[WorkerId]) -> list[WorkerId]:
         """Empty the caches of the old weights; a worker where that fails must not generate."""
         answers = await self._ask("flush", "flush", FlushCache(), workers, is_final=True)
-        self._book.note("flush", {w: a for w, a in answers.items() if not a.is_ok})
+        self._book.note("flush", {w: a for w, a in answers.items() if not a.is_ok}, is_changed=True)
         return [w for w, answer in answers.items() if answer.is_ok]
 
     async def _resume(self, phase: str, workers: Sequence[WorkerId]) -> dict[WorkerId, StepAnswer]:

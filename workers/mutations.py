@@ -24,6 +24,7 @@ from rlbus.schemas import (
     InitGroup,
     LoadWeights,
     PauseGeneration,
+    PauseMode,
     PrepareWeightsUpdate,
     ReceiveWeights,
     ResultData,
@@ -92,7 +93,7 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
     """Call the engine as `body` asks for. Raises what the engine raises. Cancel: passes on to the engine call."""
     match body:
         case PauseGeneration():
-            return await engine.pause(body.mode, body.clear_cache)
+            return await engine.pause(_mode_on_top(body.mode, around.state), body.clear_cache)
         case ResumeGeneration():
             await _resume(engine, around)
         case FlushCache():
@@ -121,6 +122,13 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
         case _:
             raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
     return None
+
+
+def _mode_on_top(mode: PauseMode, state: WorkerState) -> PauseMode:
+    """What a pause asks of an engine that stands still already: a wait would have it finish what is held, maybe on
+    torn weights.
+    """
+    return PauseMode.KEEP if mode is PauseMode.WAIT and state.pause is not None else mode
 
 
 async def _resume(engine: Engine, around: Surroundings) -> None:

@@ -27,12 +27,14 @@ class Observer:
 
         Cancel: the question goes on for the others who wait.
         """
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.get_running_loop().create_task(self._ask())
+        asking = self._asking
+        if asking is None or asking.done():
+            asking = self._asking = asyncio.get_running_loop().create_task(self._ask())
         # The bound is out here: an engine that doesn't let go when cancelled is not asked a second time meanwhile.
-        done, _ = await asyncio.wait({self._asking}, timeout=self._limit_s)
-        answered = bool(done) and not self._asking.cancelled()
-        self.last = self._asking.result() if answered else NO_ANSWER
+        # While we wait, somebody else may have begun the next question; ours is still this one.
+        done, _ = await asyncio.wait({asking}, timeout=self._limit_s)
+        answered = bool(done) and not asking.cancelled()
+        self.last = asking.result() if answered else NO_ANSWER
         return self.last
 
     async def _ask(self) -> Observed:

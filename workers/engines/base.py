@@ -112,7 +112,8 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """Return only when no step runs and none will start until `resume`. Idempotent in every mode; `abort` on top of
-        `keep` ends what is held. Cancel: the engine may be paused; the agent resumes it.
+        `keep` ends what is held. The agent never asks for `wait` on top of a pause that stands. Cancel: the engine may
+        be paused; the agent resumes it.
         """
         ...
 

@@ -79,8 +79,8 @@ class Scheduler:
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """Stand still; returns when no step runs. Cancel: stays paused."""
-        self.is_paused = True
-        if mode is PauseMode.WAIT and self.running:
+        was_still, self.is_paused = self.is_paused and not self._is_draining, True
+        if mode is PauseMode.WAIT and self.running and not was_still:
             self._is_draining = True
             while self.running:
                 await self._next_change()

@@ -13,6 +13,7 @@ from rlbus.controller.testing import (
     outcomes_of,
     plan_of,
     received,
+    refused,
     silent,
     weights_are,
 )
@@ -219,6 +220,19 @@ def test_a_worker_with_old_cache_entries_does_not_generate() -> None:
     assert play.asks(Stage.FREE) == []
     assert outcomes_of(report) == {W1: ("ok", "resume"), W2: ("failed", "flush")}
     assert standing_group(play.state) is not None
+
+
+@pytest.mark.parametrize("stage", [Stage.FLUSH, Stage.RESUME])
+def test_a_worker_that_never_got_the_command_after_its_commit_has_failed(stage: Stage) -> None:
+    """Refused would say that nothing had changed; it is at the new version, and paused."""
+    play = Play(plan_of(W1, W2))
+    play.to(stage)
+    play.answer({W2: refused(FaultCode.NO_ACK)})
+    report = play.report()
+    assert outcomes_of(report) == {W1: ("ok", "resume"), W2: ("failed", stage.value)}
+    left = report.outcomes[1].fault
+    assert left is not None
+    assert left.detail == {"generation": "paused"}
 
 
 def test_without_reset_prefix_cache_nothing_is_flushed() -> None:

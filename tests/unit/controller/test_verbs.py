@@ -56,6 +56,17 @@ def test_the_first_thing_that_went_wrong_on_a_worker_stays() -> None:
     assert [c.code for c in book.causes] == [FaultCode.ENGINE_FAILED, FaultCode.NO_ACK]
 
 
+def test_a_refusal_on_a_changed_worker_is_a_failure() -> None:
+    """Refused means that nothing has changed, which isn't so for one that has loaded new weights."""
+    book = new_book([w(1), w(2)])
+    book.note("load", {w(1): OK, w(2): NO})
+    book.note("flush", {w(1): NO}, is_changed=True)
+    assert {k: (o.outcome, o.phase) for k, o in book.outcomes.items()} == {
+        w(1): (Outcome.FAILED, "flush"),
+        w(2): (Outcome.REFUSED, "load"),
+    }
+
+
 def rooted(number: int, root: Path, **steps: dict[int, Step]) -> Worker:
     """A worker that may read weights below `root`."""
 

@@ -17,6 +17,7 @@ from rlbus.schemas import (
     InitGroup,
     LoadWeights,
     PauseGeneration,
+    PauseMode,
     ReceivedData,
     ResultStatus,
     ResumeGeneration,
@@ -137,6 +138,24 @@ def test_failure_after_the_first_byte_is_dirty_paused_and_heals_by_a_full_update
         assert rig.agent.state.weights.version == V2
 
     on_worker(scenario, {"receive_weights": {2: failing(after_parts=2)}})
+
+
+def test_wait_pause_on_top_of_a_pause_generates_nothing() -> None:
+    """Requests that are held on torn weights stay held when the next update pauses in mode wait."""
+
+    async def scenario(rig: Rig) -> None:
+        request = rig.engine.submit("r", PROMPT, 100)
+        await rig.until_paused(V1, DEFAULT_TENSORS)
+        await rig.receive(V1, DEFAULT_TENSORS).result()
+        assert rig.engine.is_torn
+        num_tokens = len(request.tokens)
+        paused = await rig.send(PauseGeneration(mode=PauseMode.WAIT, owner="next"))
+        assert paused.status is ResultStatus.OK
+        assert (len(request.tokens), request.finish) == (num_tokens, None)
+        assert rig.agent.state.pause is not None
+        assert rig.agent.state.pause.owner == "next"
+
+    on_worker(scenario, {"receive_weights": {1: failing(after_parts=2)}})
 
 
 def test_forced_resume_of_dirty_weights_is_published_as_forced() -> None:

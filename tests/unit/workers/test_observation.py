@@ -96,3 +96,19 @@ def test_failing_engine_is_unknown() -> None:
         await observer.aclose()
 
     run(main())
+
+
+def test_question_that_is_asked_anew_meanwhile_disturbs_nobody() -> None:
+    """Whoever waits for one question gets its answer, also when the next one has begun before they wake up."""
+
+    async def main() -> None:
+        observer = Observer(FakeEngine(FakeScript({"observe": {0: Step(latency_s=0.5)}})), 1.0)
+
+        async def twice() -> list[Observed]:
+            return [await observer.observe(), await observer.observe()]
+
+        answers, other = await asyncio.gather(twice(), observer.observe())
+        assert {a.generation for a in (*answers, other)} == {Generation.RUNNING}
+        await observer.aclose()
+
+    run(main())

@@ -1,0 +1,118 @@
+"""Bugs that are planted to see the simulation fail: at least one per invariant, patched in from here.
+
+Nothing of this is in shipped code: a bug stands only while `planted` is open, in the process that runs the seed.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from rlbus.controller import admission, transaction
+from rlbus.controller.registry import Member, Registry
+from rlbus.schemas import Generation, Liveness
+from rlbus.trainer import Trainer
+from rlbus.workers import checks, lifecycle, mutations
+from rlbus.workers.journal import Journal, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One bug. `suffices` is a number of seeds, from 0 on, within which it is caught."""
+
+    invariant: str
+    what: str
+    suffices: int
+    plant: Callable[[contextlib.ExitStack], None]
+
+
+def _admit_whatever_weights(stack: contextlib.ExitStack) -> None:
+    def unadmitted(registry: Registry, member: Member) -> str | None:
+        if member.liveness is not Liveness.ALIVE or member.status.generation is not Generation.RUNNING:
+            return "not there"
+        return None
+
+    stack.enter_context(patch.object(Registry, "unadmitted", unadmitted))
+
+
+def _verify_nothing(stack: contextlib.ExitStack) -> None:
+    stack.enter_context(patch.object(transaction, "check_received", lambda sums, received: None))
+
+
+def _resume_on_old_caches(stack: contextlib.ExitStack) -> None:
+    async def resume(engine: Any, around: Any) -> None:
+        await engine.resume()
+
+    stack.enter_context(patch.object(mutations, "_resume", resume))
+
+
+def _bury_the_living(stack: contextlib.ExitStack) -> None:
+    hear = Registry.hear
+
+    def deaf(registry: Registry, message: Any, now_s: float) -> Any:
+        known = None
+        if hasattr(message, "descriptor"):
+            known = registry._members.get(f"{message.descriptor.component}/{message.descriptor.instance_id}")  # type: ignore[call-overload]
+        return () if known is not None and known.liveness is Liveness.DEAD else hear(registry, message, now_s)
+
+    stack.enter_context(patch.object(Registry, "hear", deaf))
+
+
+def _forget_what_ended(stack: contextlib.ExitStack) -> None:
+    def find(journal: Journal, op_id: str) -> Record | None:
+        return journal._running.get(op_id)
+
+    stack.enter_context(patch.object(Journal, "find", find))
+
+
+def _obey_old_terms(stack: contextlib.ExitStack) -> None:
+    refusal = lifecycle._refusal
+
+    def blind(state: Any, event: Any) -> Any:
+        command = msgspec.structs.replace(event.command, term=max(event.command.term, state.term))
+        return refusal(state, type(event)(**{**_fields(event), "command": command}))
+
+    stack.enter_context(patch.object(lifecycle, "_refusal", blind))
+
+
+def _obey_what_expired(stack: contextlib.ExitStack) -> None:
+    refusal = lifecycle._refusal
+
+    def blind(state: Any, event: Any) -> Any:
+        return refusal(state, type(event)(**{**_fields(event), "now": 0.0}))
+
+    stack.enter_context(patch.object(lifecycle, "_refusal", blind))
+
+
+def _fields(event: Any) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in event.__dataclass_fields__}
+
+
+def _take_any_version(stack: contextlib.ExitStack) -> None:
+    stack.enter_context(patch.object(checks, "_check_version", lambda *_: None))
+    stack.enter_context(patch.object(admission, "check_version", lambda *_, **__: None))
+    stack.enter_context(patch.object(Trainer, "_check_grows", lambda *_: None))
+
+
+BUGS = {
+    "admit-whatever-weights": Bug("I1", "workers are admitted whatever their weights are", 40, _admit_whatever_weights),
+    "verify-nothing": Bug("I2", "checksums of a transfer aren't compared", 40, _verify_nothing),
+    "resume-on-old-caches": Bug("I2", "a resume doesn't flush what is owed", 40, _resume_on_old_caches),
+    "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 40, _bury_the_living),
+    "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 40, _forget_what_ended),
+    "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 100, _obey_old_terms),
+    "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 100, _obey_what_expired),
+    "take-any-version": Bug("I6", "nobody checks that versions grow", 40, _take_any_version),
+}
+
+
+@contextlib.contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """While inside, this bug is in rlbus; None: as it is."""
+    with contextlib.ExitStack() as stack:
+        if name is not None:
+            BUGS[name].plant(stack)
+        yield

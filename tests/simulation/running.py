@@ -1,0 +1,82 @@
+"""Runs seeds: one, or many over several processes."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from rlbus.errors import RLBusError
+from tests.simulation.bugs import BUGS, planted
+from tests.simulation.scenario import draw
+from tests.simulation.truth import TAIL_LEN, Truth, Violation
+from tests.simulation.world import SimulationLoop, World
+
+# Virtual seconds after which a run that hasn't ended counts as one that never does.
+MAX_RUN_S = 600.0
+# Seeds that one process takes at a time.
+CHUNK = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of one seed. `digest` is that of all messages and notes with their times; `tail` is the end of them."""
+
+    seed: int
+    violations: tuple[Violation, ...]
+    digest: str
+    tail: tuple[tuple[float, str, str], ...]
+    num_messages: int
+    num_tokens: int
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every invariant held."""
+        return not self.violations
+
+
+def simulate(seed: int, bug: str | None = None, *, tail_len: int | None = TAIL_LEN) -> Run:
+    """Run one seed, with one bug planted if it is named (see `bugs`). `tail_len`: lines of trace to keep, None: all."""
+    truth = Truth(tail_len)
+    world = World(draw(seed), truth)
+    ends: list[Violation] = []
+    with planted(bug), _quiet(), asyncio.Runner(loop_factory=lambda: SimulationLoop(MAX_RUN_S)) as runner:
+        try:
+            runner.run(world.run())
+        except RLBusError as exc:
+            ends.append(Violation("I3", MAX_RUN_S, f"the run didn't end: {exc}"))
+        # What is cancelled with the loop is no part of the run.
+        violations, digest, tail = (*truth.violations, *ends), truth.digest, tuple(truth.tail)
+        num_messages, num_tokens = truth.num_messages, truth.num_tokens
+    return Run(seed, violations, digest, tail, num_messages, num_tokens)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Faults are the normal case here: what rlbus logs of them is not shown."""
+    logger = logging.getLogger("rlbus")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def simulate_many(seeds: Sequence[int], num_processes: int) -> Iterator[Run]:
+    """Runs of many seeds, in the order of the seeds."""
+    if num_processes == 1:
+        yield from map(simulate, seeds)
+        return
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(simulate, seeds, chunksize=CHUNK)
+
+
+def find_bug(name: str, num_seeds: int) -> int | None:
+    """The first seed, of so many from 0 on, that catches a planted bug by its own invariant; None: none does."""
+    for seed in range(num_seeds):
+        if any(v.invariant == BUGS[name].invariant for v in simulate(seed, name).violations):
+            return seed
+    return None
