@@ -199,7 +199,7 @@ def test_a_dirty_paused_silent_worker_is_told_loudly() -> None:
     told = warnings_of(member(weights, pause=pause, liveness=Liveness.DEAD, age_s=40.0), now=1030.0)
     assert told == [
         "is DIRTY (last good: 0.3): its weights are torn, it stays paused until a full update or `rlbus update`",
-        "is PAUSED by cli:me@host (keep) for 30 s",
+        "is PAUSED by cli:me@host (keep) for 30 s, until it is resumed",
         "is DEAD: last heard of 40 s ago",
     ]
     assert warnings_of(member(WeightsView(state=WeightsState.CLEAN)), now=0.0) == []

@@ -44,7 +44,7 @@ def test_each_change_is_one_fact_that_names_its_op() -> None:
         GenerationPaused(component="c", instance_id="1", at=1.0, op_id="op", mode="keep", owner="bob"),
     )
     assert facts(replace(busy, pause=PAUSE), busy, 1.0) == (
-        GenerationResumed(component="c", instance_id="1", at=1.0, op_id="op", forced=False),
+        GenerationResumed(component="c", instance_id="1", at=1.0, op_id="op", forced=False, owner="bob"),
     )
     assert is_visible(busy, replace(busy, epoch=2))
 
