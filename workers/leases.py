@@ -5,11 +5,10 @@ by ops of the worker's own, which take the one place for mutations like any othe
 never over an open session (that is closed first), never on weights that aren't clean.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlbus.schemas import (
     AbortWeights,
-    CommandBody,
     Fault,
     FaultCode,
     InitGroup,
@@ -24,6 +23,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.workers.checks import fault, lease_problem
+from rlbus.workers.moves import RunOwn
 from rlbus.workers.state import Lease, Running, WorkerState
 
 # After the end of a lease could not be carried out (the engine failed to resume, say): when it is tried again.
@@ -32,14 +32,6 @@ RETRY_S = 5.0
 OWN_OP_S = 30.0
 # Work that may keep a process from its heartbeats: a collective, the reading of a large folder.
 _BLOCKING = InitGroup | ReceiveWeights | LoadWeights
-
-
-@dataclass(frozen=True, slots=True)
-class OwnOp:
-    """What the end of a lease asks for next: a mutation of the worker's own."""
-
-    op_id: str
-    body: CommandBody
 
 
 def check_renewal(state: WorkerState, body: RenewLease) -> Fault | None:
@@ -92,7 +84,7 @@ def ended(state: WorkerState, op_id: str) -> WorkerState:
     return replace(state, lease=replace(state.lease, end_op_id=op_id))
 
 
-def next_op(state: WorkerState) -> OwnOp | None:
+def next_op(state: WorkerState) -> RunOwn | None:
     """What a lease that ended asks for, when nothing runs; None: nothing, or not before the weights are clean."""
     lease = state.lease
     if lease is None or lease.end_op_id is None:
@@ -100,9 +92,9 @@ def next_op(state: WorkerState) -> OwnOp | None:
     if state.session is not None:
         update = state.session.update_op_id
         body = AbortWeights(update_op_id=update, reason="the lease of its pause ended without renewal")
-        return OwnOp(f"{lease.end_op_id}-abort", body)
+        return RunOwn(f"{lease.end_op_id}-abort", body)
     if state.weights.state is WeightsState.CLEAN:
-        return OwnOp(_resume_id(lease.end_op_id), ResumeGeneration())
+        return RunOwn(_resume_id(lease.end_op_id), ResumeGeneration())
     return None
 
 

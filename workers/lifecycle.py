@@ -54,7 +54,6 @@ from rlbus.workers.moves import (
     Released,
     Replay,
     Run,
-    RunOwn,
     SessionClosed,
     Started,
     TakeBack,
@@ -372,4 +371,4 @@ def _carry_out(state: WorkerState, now: float) -> Decision:
     op = leases.next_op(state)
     if op is None:
         return state, ()
-    return replace(state, running=Running(op.op_id, op.body, since=now)), (RunOwn(op.op_id, op.body),)
+    return replace(state, running=Running(op.op_id, op.body, since=now)), (op,)

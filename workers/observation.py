@@ -29,10 +29,12 @@ class Observer:
         """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(self._ask())
+        # This one, not what somebody else who woke up before us asks next.
+        asking = self._asking
         # The bound is out here: an engine that doesn't let go when cancelled is not asked a second time meanwhile.
-        done, _ = await asyncio.wait({self._asking}, timeout=self._limit_s)
-        answered = bool(done) and not self._asking.cancelled()
-        self.last = self._asking.result() if answered else NO_ANSWER
+        done, _ = await asyncio.wait({asking}, timeout=self._limit_s)
+        answered = bool(done) and not asking.cancelled()
+        self.last = asking.result() if answered else NO_ANSWER
         return self.last
 
     async def _ask(self) -> Observed:

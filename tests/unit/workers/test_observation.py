@@ -96,3 +96,19 @@ def test_failing_engine_is_unknown() -> None:
         await observer.aclose()
 
     run(main())
+
+
+def test_who_asks_again_at_once_disturbs_nobody_who_waited_for_the_same_answer() -> None:
+    """The first to wake up begins a new question; the second still gets the answer that both had waited for."""
+
+    async def main() -> None:
+        observer = Observer(FakeEngine(FakeScript({"observe": {0: Step(latency_s=0.1)}})), 1.0)
+
+        async def twice() -> list[Observed]:
+            return [await observer.observe(), await observer.observe()]
+
+        first, second = await asyncio.gather(twice(), observer.observe())
+        assert {o.generation for o in (*first, second)} == {Generation.RUNNING}
+        await observer.aclose()
+
+    run(main())
