@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +29,12 @@ from rlbus.schemas import (
 )
 from rlbus.testing import Faults, MemoryTransport
 from rlbus.transfer.fake import FakePlaneScript
+from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
 from rlbus.workers.testing import Rig
 from tests.unit.controller.scene import PAUSED, RUNNING, Scene, Steps, outcomes, play, w, worker
 from tests.unit.controller.test_update import MANY
+from tests.unit.controller.test_verbs import rooted
 
 pytestmark = pytest.mark.unit
 
@@ -166,6 +169,54 @@ def test_an_update_of_ten_minutes_keeps_its_own_pauses_alive() -> None:
     slow: Steps = {"receive_weights": {1: Step(transfer_s=600.0, num_parts=60)}}
     workers = [worker(n, slow, tensors=MANY) for n in (1, 2, 3)]
     play(workers, scenario, plane=FakePlaneScript(send_s=600.0, send_parts=60))
+
+
+def test_who_has_everything_already_is_held_for_the_slow_ones() -> None:
+    """Nothing runs on the first for 100 s; without renewal its open session would be given up after 30."""
+
+    async def scenario(scene: Scene) -> None:
+        updating = asyncio.create_task(scene.fleet.update(7, MANY, deadline_s=300.0, stall_s=60.0))
+        await asyncio.sleep(90.0)
+        session = rigs(scene)[0].agent.state.session
+        assert session is not None
+        assert session.is_received
+        assert (await updating).status is OpStatus.OK
+        assert lease_ends(scene) == []
+
+    fast: Steps = {"receive_weights": {1: Step(transfer_s=1.0)}}
+    slow: Steps = {"receive_weights": {1: Step(transfer_s=100.0, num_parts=60)}}
+    workers = [worker(1, fast, tensors=MANY), worker(2, slow, tensors=MANY)]
+    play(workers, scenario, plane=FakePlaneScript(send_s=100.0, send_parts=60))
+
+
+def test_who_has_loaded_already_is_held_for_the_slow_ones(tmp_path: Path) -> None:
+    """The same for a reload: versions change together."""
+    FakeEngine.save(tmp_path / "ckpt", Version(step=1))
+
+    async def scenario(scene: Scene) -> None:
+        loading = asyncio.create_task(scene.fleet.client.reload(str(tmp_path / "ckpt")))
+        await asyncio.sleep(90.0)
+        assert await scene.generations() == [PAUSED, PAUSED]
+        assert (await loading).status is OpStatus.OK
+        assert (await scene.generations(), lease_ends(scene)) == ([RUNNING, RUNNING], [])
+
+    play([rooted(1, tmp_path), rooted(2, tmp_path, load_weights={1: Step(latency_s=100.0)})], scenario)
+
+
+def test_who_stays_behind_after_a_partial_reload_is_not_set_free_by_its_lease(tmp_path: Path) -> None:
+    """SCENARIOS 2: until the next one, which takes the pause over."""
+    FakeEngine.save(tmp_path / "ckpt", Version(step=1))
+
+    async def scenario(scene: Scene) -> None:
+        report = await scene.fleet.client.reload(str(tmp_path / "ckpt"), check=False)
+        assert outcomes(report) == {"1": "ok", "2": "failed"}
+        await asyncio.sleep(600.0)
+        assert states(scene)[1][0] is WeightsState.CLEAN
+        assert await scene.generations() == [RUNNING, PAUSED]
+        assert (await scene.fleet.client.reload(str(tmp_path / "ckpt"))).status is OpStatus.OK
+        assert await scene.generations() == [RUNNING, RUNNING]
+
+    play([rooted(1, tmp_path), rooted(2, tmp_path, load_weights={1: failing(after_parts=0)})], scenario)
 
 
 def test_a_few_lost_renewals_end_nothing() -> None:
