@@ -40,6 +40,14 @@ def check_deadline(deadline_s: float) -> Fault | None:
     return fault(FaultCode.BAD_MESSAGE, message)
 
 
+def check_lease(lease_s: float | None) -> Fault | None:
+    """Whether a pause can have this lease."""
+    if lease_s is None or 0 < lease_s <= MAX_DEADLINE_S:
+        return None
+    message = f"lease_s is {lease_s:g}; use more than 0 and at most {MAX_DEADLINE_S:g} seconds, or none at all"
+    return fault(FaultCode.BAD_MESSAGE, message)
+
+
 def check_target(registry: Registry, target: Target) -> Fault | None:
     """Whether there is somebody to address, and everybody whom the target names."""
     absent = registry.unaddressable(target)

@@ -17,6 +17,7 @@ from rlbus.schemas import (
     PauseGeneration,
     PauseView,
     ReceiveWeights,
+    RenewLease,
     Result,
     ResultStatus,
     ResumeGeneration,
@@ -24,20 +25,29 @@ from rlbus.schemas import (
     WeightsState,
     WeightsView,
     WorkerStatus,
+    route_of,
 )
 
 
 def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: float) -> WorkerStatus:
     """The status of a worker after it answered `body` with `result`; unchanged unless it did it. `now` is Unix time."""
+    change = msgspec.structs.replace
+    is_over = result.status is not ResultStatus.REFUSED
+    if is_over and status.work is not None and status.work.route == route_of(body):
+        status = change(status, work=None)  # an answer, also a bad one, ends the excuse for silence
     if result.status is not ResultStatus.OK:
         return status
-    change = msgspec.structs.replace
     match body:
         case PauseGeneration():
             owner = result.op_id if body.owner is None else body.owner
             since = now if status.pause is None else status.pause.since
-            pause = PauseView(owner=owner, mode=body.mode.value, since=since)
+            is_hold = status.pause is not None and status.pause.expires_at is None
+            expires_at = None if is_hold or body.lease_s is None else now + body.lease_s
+            pause = PauseView(owner=owner, mode=body.mode.value, since=since, expires_at=expires_at)
             return change(status, generation=Generation.PAUSED, pause=pause)
+        case RenewLease() if status.pause is not None and status.pause.expires_at is not None:
+            expires_at = None if body.lease_s is None else now + body.lease_s
+            return change(status, pause=change(status.pause, expires_at=expires_at))
         case ResumeGeneration():
             return change(status, generation=Generation.RUNNING, pause=None)
         case InitGroup():

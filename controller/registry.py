@@ -31,6 +31,8 @@ DEAD_INTERVALS = 4.0
 # Bounds of a worker's own claim about its interval, in seconds, so that none can stay "alive" for ever.
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 60.0
+# Most that a worker's declared work may excuse of its silence, in seconds, for the same reason.
+MAX_WORK_LEASE_S = 120.0
 # Members kept, dead ones included. Source: DESIGN section 4 names 10,000 workers.
 MAX_MEMBERS = 20_000
 # How long a dead or departed worker stays in view, in seconds.
@@ -174,7 +176,7 @@ class Registry:
                 if age_s > FORGET_AFTER_S:
                     self._forget(member)
                 continue
-            liveness = _liveness(age_s, member.interval_s)
+            liveness = _liveness(age_s, member.interval_s, _excused_s(member.status))
             if liveness is member.liveness:
                 continue
             gone = f"silent for {age_s:.0f} s" if liveness is Liveness.DEAD else None
@@ -383,10 +385,17 @@ class Registry:
         del self._members[member.worker]
 
 
-def _liveness(age_s: float, interval_s: float) -> Liveness:
-    if age_s >= DEAD_INTERVALS * interval_s:
-        return Liveness.DEAD
-    return Liveness.SUSPECT if age_s >= SUSPECT_INTERVALS * interval_s else Liveness.ALIVE
+def _excused_s(status: WorkerStatus) -> float:
+    """How long a worker may be silent for the sake of the work that it declared (SCENARIOS 21)."""
+    return 0.0 if status.work is None else min(max(status.work.lease_s, 0.0), MAX_WORK_LEASE_S)
+
+
+def _liveness(age_s: float, interval_s: float, excused_s: float) -> Liveness:
+    """Suspect when the excuse is over, but not before the usual time; dead as long after that as it always takes."""
+    suspect_s = max(SUSPECT_INTERVALS * interval_s, excused_s)
+    if age_s < suspect_s:
+        return Liveness.ALIVE
+    return Liveness.DEAD if age_s >= suspect_s + (DEAD_INTERVALS - SUSPECT_INTERVALS) * interval_s else Liveness.SUSPECT
 
 
 def _is_meant(member: Member, target: Target) -> bool:

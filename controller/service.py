@@ -327,6 +327,8 @@ class Controller:
             return
         members = self.registry.addressable(request.target)
         problem = admission.check_route(members, _ROUTE[type(request)])
+        if problem is None and isinstance(request, PauseFleet):
+            problem = admission.check_lease(request.lease_s)
         version = Version()
         if problem is None and isinstance(request, ReloadFleet):
             version = admission.reload_version(self.registry, request)

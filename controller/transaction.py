@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlbus.controller.grouping import fits, new_plan
+from rlbus.controller.leases import LEASE_S
 from rlbus.controller.seats import blame, change, record
 from rlbus.controller.update_state import (
     FORWARD,
@@ -249,7 +250,8 @@ def _pause(state: UpdateState) -> Decision:
         return _receive(state)
     state = change(state, running, hold=Hold.ASKED)
     # The caches are emptied after the commit, when it counts.
-    return _ask(state, Stage.PAUSE, PauseGeneration(mode=state.plan.request.pause_mode, clear_cache=False), running)
+    body = PauseGeneration(mode=state.plan.request.pause_mode, clear_cache=False, lease_s=LEASE_S)
+    return _ask(state, Stage.PAUSE, body, running)
 
 
 def _after_pause(state: UpdateState) -> Decision:

@@ -9,9 +9,10 @@ import logging
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
+from rlbus.controller.leases import keep, renewing
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import PROGRESS_S, Op
-from rlbus.controller.op_ids import derive
+from rlbus.controller.op_ids import PAUSE_STEP, derive
 from rlbus.controller.transaction import decide
 from rlbus.controller.update_state import (
     FORWARD,
@@ -35,6 +36,7 @@ from rlbus.controller.update_state import (
     WorkersAnswered,
     initial,
 )
+from rlbus.controller.winding import to_keep
 from rlbus.errors import BrokenError, PayloadTooLargeError, RLBusError
 from rlbus.schemas import (
     Accepted,
@@ -90,20 +92,30 @@ class UpdateRun:
         Cancel: the fan-out in progress is dropped and nothing is undone; `Op.stop` is the way to take an update back.
         """
         self._post(Began())
-        next_tick_s = self._loop.time() + PROGRESS_S
         try:
-            while self.state.stage is not Stage.DONE:
-                event = await self._next_event(min(next_tick_s, self._next_limit_s()))
-                if event is not None:
-                    self._handle(event)
-                self._check_limits()
-                if self._loop.time() >= next_tick_s - 1e-6:
-                    next_tick_s = self._loop.time() + PROGRESS_S
-                    self._tick()
+            op_id, owner = self._op.op_id, derive(self._op.op_id, PAUSE_STEP)
+            async with renewing(self._line, op_id, owner, self._holding):
+                await self._drive()
+            await keep(self._line, op_id, owner, to_keep(self.state))
         finally:
             await self._end_steps()
             self._op.timings.paused_s = self._paused_s()
         return self.state
+
+    async def _drive(self) -> None:
+        next_tick_s = self._loop.time() + PROGRESS_S
+        while self.state.stage is not Stage.DONE:
+            event = await self._next_event(min(next_tick_s, self._next_limit_s()))
+            if event is not None:
+                self._handle(event)
+            self._check_limits()
+            if self._loop.time() >= next_tick_s - 1e-6:
+                next_tick_s = self._loop.time() + PROGRESS_S
+                self._tick()
+
+    def _holding(self) -> list[WorkerId]:
+        """Whom this update has paused and not let go."""
+        return [w for w, seat in self.state.seats.items() if seat.hold is Hold.PAUSED and not seat.is_gone]
 
     def join(self, reply: str | None) -> None:
         """Somebody asks (again) for this update: the trainer after a lost reply. It is told its task again."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault, named
+from rlbus.controller.leases import LEASE_S, keep, renewing
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive
@@ -32,6 +33,7 @@ from rlbus.schemas import (
     PauseFleet,
     PauseGeneration,
     ReloadFleet,
+    RenewLease,
     Report,
     ResumeFleet,
     ResumeGeneration,
@@ -106,6 +108,8 @@ class FleetVerb:
         self._line = line
         self._workers = tuple(workers)
         self._held = frozenset(held)
+        # Whom this op has paused and not let go.
+        self._holding: set[WorkerId] = set()
         self._book = new_book(self._workers)
         self._loop = asyncio.get_running_loop()
 
@@ -124,10 +128,19 @@ class FleetVerb:
         return self._report()
 
     async def pause(self, request: PauseFleet) -> Report:
-        """Pause everybody, or nobody. Cancel: as `plain`; `Op.stop` is the way to take it back."""
-        body = PauseGeneration(mode=request.mode, clear_cache=request.clear_cache, owner=request.caller)
+        """Pause everybody, or nobody. Cancel: as `plain`; `Op.stop` is the way to take it back.
+
+        Until all are paused each pause has a lease of this op, so that none is left half done if we die; then it gets
+        the lease that was asked for, or none.
+        """
+        body = PauseGeneration(
+            mode=request.mode, clear_cache=request.clear_cache, owner=request.caller, lease_s=LEASE_S
+        )
         began_s = self._loop.time()
-        await self._pause_all(body, self._workers)
+        async with renewing(self._line, self._op.op_id, request.caller, lambda: sorted(self._holding)):
+            await self._pause_all(body, self._workers)
+        if not self._is_over():
+            await self._keep(RenewLease(owner=request.caller, lease_s=request.lease_s))
         if self._is_over():
             self._op.timings.paused_s = self._loop.time() - began_s
         return self._report()
@@ -137,9 +150,15 @@ class FleetVerb:
 
         Once loading has begun it isn't taken back: there is no half loaded model to go back from. Cancel: as `plain`.
         """
+        owner = derive(self._op.op_id, PAUSE_STEP)
+        async with renewing(self._line, self._op.op_id, owner, lambda: sorted(self._holding)):
+            return await self._reload(request, version)
+
+    async def _reload(self, request: ReloadFleet, version: Version) -> tuple[Report, bool]:
         began_s = self._loop.time()
         running = tuple(w for w in self._workers if w not in self._held)
-        await self._pause_all(PauseGeneration(mode=request.pause_mode, clear_cache=False), running)
+        pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, lease_s=LEASE_S)
+        await self._pause_all(pause, running)
         if self._is_over():
             self._op.timings.paused_s = self._loop.time() - began_s
             return self._report(version=version), False
@@ -155,6 +174,7 @@ class FleetVerb:
         freed = await self._resume("resume" if at_version else "undo", free)
         if at_version:
             self._book.note("resume", freed, is_changed=True)
+            await self._keep_paused([w for w in untouched if w in self._holding])
         else:
             self._note_undo(freed)
         self._op.timings.paused_s = self._loop.time() - began_s
@@ -162,16 +182,29 @@ class FleetVerb:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    async def _keep_paused(self, workers: Sequence[WorkerId]) -> None:
+        self._holding.difference_update(workers)
+        await keep(self._line, self._op.op_id, derive(self._op.op_id, PAUSE_STEP), workers)
+
     async def _pause_all(self, body: PauseGeneration, workers: Sequence[WorkerId]) -> None:
         """Pause `workers`; when one of them isn't, let those go that are."""
         answers = await self._ask("pause", PAUSE_STEP, body, workers)
         self._book.note("pause", answers)
+        await self._undo_unless_all(answers)
+
+    async def _keep(self, body: RenewLease) -> None:
+        """All are paused: for how long now. When one of them isn't any more, let the others go."""
+        answers = await self._ask("pause", "keep", body, self._workers)
+        self._book.note("pause", {w: a for w, a in answers.items() if not a.is_ok})
+        await self._undo_unless_all(answers)
+
+    async def _undo_unless_all(self, answers: Answers) -> None:
         if all(answer.is_ok for answer in answers.values()) and not self._op.stopped.is_set():
             return
         if self._op.stop_fault is not None:
             self._book.causes.append(self._op.stop_fault)
         undo = to_undo(answers, self._held)
-        self._book.undone([w for w in workers if answers[w].is_ok], "pause")
+        self._book.undone([w for w, answer in answers.items() if answer.is_ok], "pause")
         self._note_undo(await self._resume("undo", undo))
         if not self._book.causes:
             self._book.causes.append(fault(FaultCode.INTERNAL, "the pause was taken back without a cause"))
@@ -237,6 +270,10 @@ class FleetVerb:
         def on_outcome(worker: WorkerId, answer: StepAnswer) -> None:
             answers[worker] = answer
             self._op.count(len(answers))
+            if answer.is_ok and isinstance(body, PauseGeneration):
+                self._holding.add(worker)
+            elif answer.is_ok and isinstance(body, ResumeGeneration):
+                self._holding.discard(worker)
 
         asking = self._loop.create_task(self._fan_out(step, body, workers, is_final, on_outcome))
         stopping = self._loop.create_task(self._op.stopped.wait())

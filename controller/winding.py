@@ -93,9 +93,19 @@ def _free(state: UpdateState) -> Decision:
     return _ask(replace(state, num_tries=1), Stage.FREE, ResumeGeneration(), free)
 
 
+def to_keep(state: UpdateState) -> tuple[WorkerId, ...]:
+    """Who stays paused after the update although it is untouched: the end of a lease must not set it free."""
+    if state.plan.request.require is not None or not _has_new(state):
+        return ()
+    return _who(state, lambda seat: seat.hold in (Hold.ASKED, Hold.PAUSED) and seat.damage is Damage.NONE)
+
+
+def _has_new(state: UpdateState) -> bool:
+    return any(seat.damage is Damage.COMMITTED for seat in state.seats.values())
+
+
 def _to_free(state: UpdateState) -> tuple[WorkerId, ...]:
-    has_new = any(seat.damage is Damage.COMMITTED for seat in state.seats.values())
-    may_be_old = not has_new or state.plan.request.require is not None
+    may_be_old = not _has_new(state) or state.plan.request.require is not None
 
     def is_held_for_nothing(seat: Seat) -> bool:
         if seat.hold not in (Hold.ASKED, Hold.PAUSED):

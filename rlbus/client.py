@@ -112,12 +112,16 @@ class FleetClient:
         *,
         mode: PauseMode | str = PauseMode.KEEP,
         clear_cache: bool = True,
+        lease_s: float | None = None,
         deadline_s: float = VERB_DEADLINE_S,
         op_id: str | None = None,
         on_progress: ProgressHandler | None = None,
         check: bool = True,
     ) -> Report:
         """Hold engines still; if one fails, the others are resumed again.
+
+        `lease_s` seconds after it they resume by themselves, unless their weights are unclean; the same call again
+        renews that. None holds them until `resume`, also when the caller dies.
 
         Args (of every verb): `target` which workers; `op_id` to join an op that was begun before; `on_progress` is
         called on the loop while the op runs; `check=False` returns a report that isn't ok instead of raising.
@@ -133,6 +137,7 @@ class FleetClient:
             target=target,
             mode=as_pause_mode(mode),
             clear_cache=clear_cache,
+            lease_s=lease_s,
         )
         return await self._run(request, on_progress, check)
 

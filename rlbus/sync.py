@@ -249,10 +249,16 @@ class Trainer:
         loop, trainer = self._open_trainer()
         return loop.call(trainer.fleet.versions(target))
 
-    def pause(self, target: Target = EVERYBODY, *, mode: PauseMode | str = PauseMode.KEEP) -> Report:
-        """Hold engines still (for an evaluation, say); see `rlbus.FleetClient.pause`."""
+    def pause(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        mode: PauseMode | str = PauseMode.KEEP,
+        lease_s: float | None = None,
+    ) -> Report:
+        """Hold engines still (for an evaluation, say), with a lease or without; see `rlbus.FleetClient.pause`."""
         loop, trainer = self._open_trainer()
-        return loop.call(trainer.fleet.pause(target, mode=mode))
+        return loop.call(trainer.fleet.pause(target, mode=mode, lease_s=lease_s))
 
     def resume(self, target: Target = EVERYBODY) -> Report:
         """Let engines generate again; see `rlbus.FleetClient.resume`."""

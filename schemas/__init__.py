@@ -43,6 +43,7 @@ from rlbus.schemas.commands import (
     PrepareWeightsUpdate,
     PutManifest,
     ReceiveWeights,
+    RenewLease,
     ResumeGeneration,
     route_of,
 )
@@ -126,6 +127,7 @@ from rlbus.schemas.membership import (
     PauseView,
     WorkerMessage,
     WorkerStatus,
+    WorkView,
 )
 from rlbus.schemas.weights import (
     ManifestPage,
@@ -214,6 +216,7 @@ __all__ = [
     "Refusal",
     "ReloadFleet",
     "Rendezvous",
+    "RenewLease",
     "Report",
     "Request",
     "Result",
@@ -238,6 +241,7 @@ __all__ = [
     "WeightsState",
     "WeightsView",
     "Wire",
+    "WorkView",
     "WorkerAnswer",
     "WorkerEvent",
     "WorkerEventBase",

@@ -39,11 +39,27 @@ class GetOutcome(Body, frozen=True, kw_only=True, tag="get_outcome"):
 
 
 class PauseGeneration(Body, frozen=True, kw_only=True, tag="pause_generation"):
-    """Stop generating. Done only when no step runs any more. `owner` is shown in status; None means the op itself."""
+    """Stop generating. Done only when no step runs any more. `owner` is shown in status; None means the op itself.
+
+    `lease_s` is how long it holds without a `RenewLease`, from when it is done; then the worker resumes by itself if
+    its weights are clean. None: an explicit hold, which only a resume ends. A pause with a lease over an explicit hold
+    leaves it one.
+    """
 
     mode: PauseMode = PauseMode.KEEP
     clear_cache: bool = True
     owner: str | None = None
+    lease_s: float | None = None
+
+
+class RenewLease(Body, frozen=True, kw_only=True, tag="renew_lease"):
+    """Let the pause of `owner` hold for `lease_s` from now on; None makes it an explicit hold.
+
+    Answered at once, beside whatever runs. Refused with `wrong_state` if `owner` doesn't hold the pause (any more).
+    """
+
+    owner: str
+    lease_s: float | None = None
 
 
 class ResumeGeneration(Body, frozen=True, kw_only=True, tag="resume_generation"):
@@ -146,6 +162,7 @@ CommandBody = (
     | GetStatus
     | GetOutcome
     | PauseGeneration
+    | RenewLease
     | ResumeGeneration
     | FlushCache
     | AbortRequest

@@ -34,11 +34,16 @@ class Request(Wire, frozen=True, kw_only=True, tag_field="op"):
 
 
 class PauseFleet(Request, frozen=True, kw_only=True, tag="pause"):
-    """Pause; if one worker fails, the others that acked are resumed again."""
+    """Pause; if one worker fails, the others that acked are resumed again.
+
+    `lease_s` is how long the pause holds, from the end of the op on; another pause by the same caller renews it. None:
+    an explicit hold, until somebody resumes.
+    """
 
     target: Target = Target()
     mode: PauseMode = PauseMode.KEEP
     clear_cache: bool = True
+    lease_s: float | None = None
 
 
 class ResumeFleet(Request, frozen=True, kw_only=True, tag="resume"):

@@ -20,16 +20,22 @@ class WorkerEventBase(Wire, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class GenerationPaused(WorkerEventBase, frozen=True, kw_only=True, tag="generation_paused"):
-    """The engine stands still."""
+    """The engine stands still. `expires_at` is when its lease ends unless it is renewed; None: an explicit hold."""
 
     mode: str
     owner: str
+    expires_at: float | None = None
 
 
 class GenerationResumed(WorkerEventBase, frozen=True, kw_only=True, tag="generation_resumed"):
-    """The engine generates again. `forced` is set when a person overrode unclean weights."""
+    """The engine generates again. `forced` is set when a person overrode unclean weights.
+
+    `owner` is who held the pause; with `lease_ended` nobody resumed it, its lease ended without renewal.
+    """
 
     forced: bool = False
+    lease_ended: bool = False
+    owner: str | None = None
 
 
 class WeightsChanged(WorkerEventBase, frozen=True, kw_only=True, tag="weights_changed"):

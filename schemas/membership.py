@@ -42,18 +42,36 @@ class Generation(enum.StrEnum):
 
 
 class PauseView(Wire, frozen=True, kw_only=True):
-    """Who holds a pause: `owner` is an op_id or a person's name, `since` in Unix seconds."""
+    """Who holds a pause: `owner` is an op_id or a person's name, `since` in Unix seconds.
+
+    `expires_at`, in Unix seconds of the worker's clock, is when its lease ends; in the past: it ended, and unclean
+    weights keep the worker paused. None: an explicit hold without a lease.
+    """
 
     owner: str
     mode: str
     since: float
+    expires_at: float | None = None
+
+
+class WorkView(Wire, frozen=True, kw_only=True):
+    """Declared work that may keep a worker from its heartbeats: a collective, a large load.
+
+    `since` is in Unix seconds of the worker's clock. `lease_s` is a duration: for so long after the message that says
+    so, silence means nothing. Each later message renews it.
+    """
+
+    route: str
+    since: float
+    lease_s: float
 
 
 class WorkerStatus(Wire, frozen=True, kw_only=True):
     """Observed state, read from the engine, beside what was commanded. Independent fields, never one enum for all.
 
     `drift` says in words where what is observed differs from what was commanded; None when they agree.
-    `op_id` is the mutation in progress. `epoch` is the process group it is in. `term` the highest it has seen.
+    `op_id` is the mutation in progress. `epoch` is the process group it is in. `term` the highest it has seen. `work`
+    is what excuses late heartbeats now.
     """
 
     generation: Generation
@@ -64,6 +82,7 @@ class WorkerStatus(Wire, frozen=True, kw_only=True):
     epoch: int | None = None
     term: int = 0
     num_refused_messages: int = 0
+    work: WorkView | None = None
 
 
 class Announcement(Wire, frozen=True, kw_only=True, tag_field="kind", tag="announcement"):

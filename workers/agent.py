@@ -31,6 +31,7 @@ from rlbus.schemas import (
     OutcomeData,
     PrepareWeightsUpdate,
     PutManifest,
+    RenewLease,
     ResultData,
     ResultStatus,
     StatusData,
@@ -47,8 +48,22 @@ from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
+from rlbus.workers.leases import OWN_OP_S, work_of
 from rlbus.workers.lifecycle import decide, served_routes
-from rlbus.workers.moves import Action, AnswerNow, Arrived, Event, Ignore, Join, Refuse, Replay, Run
+from rlbus.workers.moves import (
+    Action,
+    AnswerNow,
+    Arrived,
+    Event,
+    Ignore,
+    Join,
+    LeaseEnded,
+    Refuse,
+    Replay,
+    Run,
+    RunOwn,
+    TakeBack,
+)
 from rlbus.workers.mutations import EngineCall
 from rlbus.workers.observation import Observer, drift
 from rlbus.workers.preconditions import manifest_problem
@@ -118,6 +133,8 @@ class Agent:
         self._book = ManifestBook()
         self._heartbeat = Heartbeat(self._beat, self._config.heartbeat_s, self._config.jitter, instance_id)
         self._num_beats = 0
+        # Runs while the pause has a lease.
+        self._lease_timer: asyncio.TimerHandle | None = None
         self._stopped = asyncio.Event()
         self._stop_reason = "stopped"
         self._side_tasks: set[asyncio.Task[None]] = set()
@@ -168,6 +185,10 @@ class Agent:
             self.answers.event(fact)
         if is_visible(before, self._state):
             self._heartbeat.soon()
+        if self._state.lease is not before.lease:
+            self._arm_lease()
+        for action in actions:
+            self._act(action)
         return actions
 
     def status(self) -> WorkerStatus:
@@ -182,7 +203,35 @@ class Agent:
             epoch=state.epoch,
             term=state.term,
             num_refused_messages=self.answers.num_refused,
+            work=work_of(state.running, self._config.work_lease_s),
         )
+
+    # --- the lease of a pause
+
+    def _arm_lease(self) -> None:
+        """Measure the lease that was just granted, as a duration: no clock but this process's own counts."""
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        self._lease_timer = None
+        lease = self._state.lease
+        if lease is not None and lease.end_op_id is None:
+            self._lease_timer = asyncio.get_running_loop().call_later(lease.lease_s, self._on_lease_end)
+
+    def _on_lease_end(self) -> None:
+        pause = self._state.pause
+        _log.warning("the lease of the pause by %s ended without renewal", None if pause is None else pause.owner)
+        self.apply(LeaseEnded(self._bus.new_id(), self._bus.clock.now()))
+
+    def _act(self, action: Action) -> None:
+        """What the state machine wants done for its own sake; answers to commands are the caller's."""
+        match action:
+            case RunOwn():
+                expires_at = self._bus.clock.now() + OWN_OP_S
+                command = Command(op_id=action.op_id, term=self._state.term, expires_at=expires_at, body=action.body)
+                record = self.journal.begin(command, None, asyncio.get_running_loop().time())
+                self._slot.begin(command, record, None)
+            case TakeBack():
+                self._slot.take_back(action.op_id, action.fault)
 
     # --- messages: nothing below waits
 
@@ -271,6 +320,8 @@ class Agent:
                 self._answer(command, reply, WeightsData(weights=self._state.weights))
             case GetOutcome() as body:
                 self._answer_outcome(command, reply, body)
+            case RenewLease():
+                self._end_at_once(command, reply)
             case PutManifest() as body:
                 self._put_manifest(command, reply, body)
             case GetStatus() | AbortRequest() if len(self._side_tasks) >= MAX_SIDE_TASKS:
@@ -308,6 +359,10 @@ class Agent:
         except FaultError as exc:
             self._refuse(command, reply, exc.fault)
             return
+        self._end_at_once(command, reply)
+
+    def _end_at_once(self, command: Command, reply: str | None) -> None:
+        """What was done on arrival is recorded as done."""
         record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
         result = self.answers.build(command.op_id, ResultStatus.OK)
         self.journal.end(record, result)
@@ -369,6 +424,8 @@ class Agent:
         try:
             await self._slot.drain(drain_s)
         finally:
+            if self._lease_timer is not None:
+                self._lease_timer.cancel()
             for task in self._side_tasks:
                 task.cancel()
             if self._side_tasks:

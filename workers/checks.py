@@ -15,6 +15,7 @@ from rlbus.schemas import (
     GroupPlan,
     InitGroup,
     LoadWeights,
+    PauseGeneration,
     PrepareWeightsUpdate,
     ReceiveWeights,
     ResumeGeneration,
@@ -25,6 +26,8 @@ from rlbus.workers.state import WorkerState
 
 # Largest bucket that a worker allocates for a transfer, in bytes.
 MAX_BUCKET_BYTES = 1 << 30
+# Longest lease that a pause may have, in seconds: what is to hold longer than a day is an explicit hold.
+MAX_LEASE_S = 86_400.0
 
 # Codes that promise that nothing has changed (rlbus.schemas.faults, first half).
 REFUSALS = frozenset(
@@ -56,6 +59,18 @@ def check_body(state: WorkerState, body: CommandBody) -> Fault | None:
     """Why this command can't be done in this state, or None."""
     check = _CHECKS.get(type(body))
     return None if check is None else check(state, body)
+
+
+def lease_problem(lease_s: float | None) -> Fault | None:
+    """Why a pause can't have this lease, or None."""
+    if lease_s is None or 0 < lease_s <= MAX_LEASE_S:
+        return None
+    message = f"lease_s is {lease_s:g}; use more than 0 and at most {MAX_LEASE_S:g} seconds, or none at all"
+    return fault(FaultCode.BAD_MESSAGE, message, lease_s=lease_s)
+
+
+def _check_pause(state: WorkerState, body: PauseGeneration) -> Fault | None:
+    return lease_problem(body.lease_s)
 
 
 def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
@@ -199,6 +214,7 @@ def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
 
 
 _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
+    PauseGeneration: _check_pause,
     ResumeGeneration: _check_resume,
     PrepareWeightsUpdate: _check_prepare,
     InitGroup: _check_init,

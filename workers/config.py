@@ -88,11 +88,22 @@ class AgentConfig:
     cancel_s: float = 2.0
     # How long undoing (resume, abort_update, leave_group) may take after a failure, each.
     undo_s: float = 5.0
+    # For how long after each announcement silence means nothing while declared work (a collective, a load) runs.
+    work_lease_s: float = 30.0
     # How long a running mutation may go on when the agent is told to stop.
     drain_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_s", "progress_s", "observe_s", "release_s", "cancel_s", "undo_s", "drain_s"):
+        for name in (
+            "heartbeat_s",
+            "progress_s",
+            "observe_s",
+            "release_s",
+            "cancel_s",
+            "undo_s",
+            "work_lease_s",
+            "drain_s",
+        ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "use a number of seconds above 0")
         if not 0 <= self.jitter < 1:

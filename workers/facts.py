@@ -3,11 +3,13 @@
 from rlbus.schemas import (
     GenerationPaused,
     GenerationResumed,
+    PauseView,
     ResumeGeneration,
     WeightsChanged,
     WeightsState,
     WorkerEvent,
 )
+from rlbus.workers.leases import is_resuming, work_of
 from rlbus.workers.state import WorkerState
 
 
@@ -19,11 +21,25 @@ def facts(before: WorkerState, after: WorkerState, at: float) -> tuple[WorkerEve
     if after.weights != before.weights:
         weights = after.weights
         found.append(WeightsChanged(**who, at=at, op_id=op_id, state=weights.state, version=weights.version))
-    if after.pause is not None and after.pause != before.pause:
-        found.append(GenerationPaused(**who, at=at, op_id=op_id, mode=after.pause.mode, owner=after.pause.owner))
+    if after.pause is not None and _kind(after.pause) != _kind(before.pause):
+        pause = after.pause
+        paused = GenerationPaused(
+            **who, at=at, op_id=op_id, mode=pause.mode, owner=pause.owner, expires_at=pause.expires_at
+        )
+        found.append(paused)
     if before.pause is not None and after.pause is None:
-        found.append(GenerationResumed(**who, at=at, op_id=op_id, forced=is_forced(before)))
+        lease_ended = is_resuming(before)
+        owner = before.pause.owner
+        resumed = GenerationResumed(
+            **who, at=at, op_id=op_id, forced=is_forced(before), lease_ended=lease_ended, owner=owner
+        )
+        found.append(resumed)
     return tuple(found)
+
+
+def _kind(pause: PauseView | None) -> object:
+    """A pause without its expiry, which a renewal moves every few seconds; whether it has one counts."""
+    return None if pause is None else (pause.owner, pause.mode, pause.since, pause.expires_at is None)
 
 
 def is_forced(state: WorkerState) -> bool:
@@ -34,6 +50,10 @@ def is_forced(state: WorkerState) -> bool:
 
 def is_visible(before: WorkerState, after: WorkerState) -> bool:
     """Whether the change is worth an announcement at once. Which op runs shows in the next heartbeat: ops take
-    milliseconds, and an update has ten of them.
+    milliseconds, and an update has ten of them. Not so work that may block the heartbeats: it is declared beforehand.
     """
-    return (before.weights, before.pause, before.epoch) != (after.weights, after.pause, after.epoch)
+    return _visible(before) != _visible(after)
+
+
+def _visible(state: WorkerState) -> object:
+    return state.weights, _kind(state.pause), state.epoch, work_of(state.running, 0.0)

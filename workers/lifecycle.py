@@ -24,15 +24,16 @@ from rlbus.schemas import (
     InitGroup,
     LoadWeights,
     PauseGeneration,
-    PauseView,
     PrepareWeightsUpdate,
     PutManifest,
     ReceiveWeights,
+    RenewLease,
     ResumeGeneration,
     WeightsState,
     WeightsView,
     route_of,
 )
+from rlbus.workers import leases
 from rlbus.workers.checks import check_body, fault, is_committed
 from rlbus.workers.journal import Record
 from rlbus.workers.moves import (
@@ -48,12 +49,14 @@ from rlbus.workers.moves import (
     GroupLeft,
     Ignore,
     Join,
+    LeaseEnded,
     Refuse,
     Released,
     Replay,
     Run,
     SessionClosed,
     Started,
+    TakeBack,
 )
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
 
@@ -77,7 +80,8 @@ UPDATE_ROUTES = frozenset(
 def served_routes(engine_routes: frozenset[str]) -> frozenset[str]:
     """Every route of a worker: the engine's, the agent's own, and the whole update if the engine can receive."""
     update = UPDATE_ROUTES if _RECEIVE_ROUTE in engine_routes else frozenset()
-    return AGENT_ROUTES | engine_routes | update
+    lease = frozenset({"renew_lease"}) if "pause_generation" in engine_routes else frozenset()
+    return AGENT_ROUTES | engine_routes | update | lease
 
 
 def decide(state: WorkerState, event: Event) -> Decision:
@@ -100,7 +104,9 @@ def decide(state: WorkerState, event: Event) -> Decision:
         case Ended():
             return _ended(state, event)
         case Released():
-            return replace(state, running=state.queued, queued=None), ()
+            return _released(state, event)
+        case LeaseEnded():
+            return _lease_ended(state, event)
 
 
 # --- arrival
@@ -115,9 +121,13 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
     if refusal := _refusal(state, event):
         return state, (Refuse(refusal),)
     state = replace(state, term=command.term)
+    if isinstance(body, RenewLease):
+        if problem := leases.check_renewal(state, body):
+            return state, (Refuse(problem),)
+        return leases.renewed(state, body, event.now), (AnswerNow(),)
     if not is_mutation(body):
         return state, (AnswerNow(),)
-    mutation = Running(op_id=command.op_id, body=body)
+    mutation = Running(op_id=command.op_id, body=body, since=event.now)
     if state.running is not None:
         if state.queued is None and takes_back(body, state.running.body):
             if problem := check_body(state, body):
@@ -167,8 +177,8 @@ def _refusal(state: WorkerState, event: Arrived) -> Fault | None:
 
 
 def is_mutation(body: CommandBody) -> bool:
-    """Whether a command needs the one place for mutations. Aborting requests and keeping manifest pages don't."""
-    return route_of(body) not in QUERY_ROUTES and not isinstance(body, AbortRequest | PutManifest)
+    """Whether a command needs the one place for mutations. Aborts of requests, manifest pages and renewals don't."""
+    return route_of(body) not in QUERY_ROUTES and not isinstance(body, AbortRequest | PutManifest | RenewLease)
 
 
 def takes_back(body: CommandBody, running: CommandBody) -> bool:
@@ -272,13 +282,11 @@ def _unchanged(state: WorkerState, body: Any, event: Ended) -> WorkerState:
 
 
 def _paused(state: WorkerState, body: PauseGeneration, event: Ended) -> WorkerState:
-    since = event.now if state.pause is None else state.pause.since
-    owner = event.op_id if body.owner is None else body.owner
-    return replace(state, pause=PauseView(owner=owner, mode=body.mode.value, since=since))
+    return leases.paused(state, body, event.op_id, event.now)
 
 
 def _resumed(state: WorkerState, body: ResumeGeneration, event: Ended) -> WorkerState:
-    return replace(state, pause=None, prepared=None)
+    return replace(state, pause=None, lease=None, prepared=None)
 
 
 def _flushed(state: WorkerState, body: FlushCache, event: Ended) -> WorkerState:
@@ -333,3 +341,34 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     LoadWeights: _loaded,
     AbortWeights: _aborted,
 }
+
+
+# --- the end of a lease
+
+
+def _lease_ended(state: WorkerState, event: LeaseEnded) -> Decision:
+    state = leases.ended(state, event.op_id)
+    if state.running is None:
+        return _carry_out(state, event.now)
+    if (op_id := leases.to_take_back(state)) is not None:
+        why = fault(FaultCode.CANCELLED, "the lease of the pause ended before the first byte", op_id=op_id)
+        return state, (TakeBack(op_id, why),)
+    return state, ()
+
+
+def _released(state: WorkerState, event: Released) -> Decision:
+    """The place is free: for what was queued, or for what a lease that ended meanwhile asks for."""
+    state = replace(state, running=state.queued, queued=None)
+    if state.running is not None:
+        return state, ()
+    op = leases.next_op(state)
+    if op is not None and op.op_id == event.op_id:
+        return leases.retried(state), ()  # it was just tried, and didn't do it
+    return _carry_out(state, event.now)
+
+
+def _carry_out(state: WorkerState, now: float) -> Decision:
+    op = leases.next_op(state)
+    if op is None:
+        return state, ()
+    return replace(state, running=Running(op.op_id, op.body, since=now)), (op,)

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from rlbus.schemas import Command, Fault, TensorSpec
+from rlbus.schemas import Command, CommandBody, Fault, TensorSpec
 from rlbus.workers.journal import Record
 from rlbus.workers.state import WorkerState
 
@@ -71,9 +71,18 @@ class Released:
     """Nothing of the mutation runs any more, cleaning up included."""
 
     op_id: str
+    now: float
 
 
-Event = Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Ended | Released
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The lease that was granted last has run out. `op_id` is new: what follows from it is named after it."""
+
+    op_id: str
+    now: float
+
+
+Event = Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Ended | Released | LeaseEnded
 
 
 # --- actions
@@ -117,6 +126,22 @@ class Run:
     takes_back: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RunOwn:
+    """Begin a mutation that nobody sent: the lease of a pause has ended."""
+
+    op_id: str
+    body: CommandBody
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """End the running mutation for `fault`; it has not touched anything."""
+
+    op_id: str
+    fault: Fault
+
+
 class Cleanup(enum.Enum):
     """Engine calls that follow a failure, in this order, before the op counts as over."""
 
@@ -125,5 +150,5 @@ class Cleanup(enum.Enum):
     RESUME = "resume"
 
 
-Action = Ignore | Refuse | Join | Replay | AnswerNow | Run | Cleanup
+Action = Ignore | Refuse | Join | Replay | AnswerNow | Run | RunOwn | TakeBack | Cleanup
 Decision = tuple[WorkerState, tuple[Action, ...]]

@@ -118,6 +118,7 @@ class Slot:
         self._config = config
         # Of the op that runs now, or ran last.
         self._call: EngineCall | None = None
+        self._op_id: str | None = None
         self._task: asyncio.Task[None] | None = None
         # Every task that hasn't ended; at most the running one, the queued one, and one that is just ending.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,6 +136,11 @@ class Slot:
         if previous is None:
             self._start_call(op)
         self._task = self._own(self._run(op, previous))
+
+    def take_back(self, op_id: str, why: Fault) -> None:
+        """End the running op for `why`, if it is this one."""
+        if self._call is not None and self._op_id == op_id:
+            self._call.take_back(why)
 
     async def drain(self, limit_s: float) -> None:
         """Give what runs `limit_s` to end, then end it. Bounded. Cancel: tasks are cancelled at once."""
@@ -161,6 +167,7 @@ class Slot:
 
     def _start_call(self, op: _Op) -> None:
         body = op.command.body
+        self._op_id = op.command.op_id
         op.call = self._call = EngineCall(perform(self._engine, op.command.op_id, body, op), body)
 
     async def _run(self, op: _Op, previous: asyncio.Task[None] | None) -> None:
@@ -171,14 +178,14 @@ class Slot:
                 if not previous.done():
                     self._give_up_waiting(op)
                     await asyncio.wait({previous})
-                    self._host.apply(Released(op.command.op_id))
+                    self._host.apply(Released(op.command.op_id, self._clock.now()))
                     return
                 self._start_call(op)
             await self._execute(op)
         except Exception:  # noqa: BLE001 - a bug of ours: logged here, reported as `internal`
             _log.exception("op %s broke the agent's slot", op.command.op_id)
             self._end(op, Outcome(fault=fault(FaultCode.INTERNAL, "the agent failed; see its log")))
-            self._host.apply(Released(op.command.op_id))
+            self._host.apply(Released(op.command.op_id, self._clock.now()))
         finally:
             ticker.cancel()
             if op.call is not None:
@@ -198,13 +205,13 @@ class Slot:
             ended = Ended(op.command.op_id, self._clock.now(), outcome.fault, outcome.is_touched)
             await self._clean_up(self._host.apply(ended))
         if call.task.done():
-            self._host.apply(Released(op.command.op_id))
+            self._host.apply(Released(op.command.op_id, self._clock.now()))
             self._end(op, outcome)
             return
         self._end(op, outcome)
         _log.error("the engine clings to op %s (%s); nothing else can run", op.command.op_id, op.record.route)
         await asyncio.wait({call.task})
-        self._host.apply(Released(op.command.op_id))
+        self._host.apply(Released(op.command.op_id, self._clock.now()))
 
     def _left_s(self, op: _Op) -> float:
         return max(0.0, op.command.expires_at - self._clock.now())

@@ -16,6 +16,19 @@ class Running:
 
     op_id: str
     body: CommandBody
+    # When it was admitted, in Unix seconds.
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """How long a pause holds from when this was made, in seconds of this process's own clock.
+
+    `end_op_id` is set when that time is over: what has to follow is named after it.
+    """
+
+    lease_s: float
+    end_op_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,8 @@ class WorkerState:
     weights: WeightsView = field(default_factory=lambda: WeightsView(state=WeightsState.CLEAN))
     # None: commanded to run.
     pause: PauseView | None = None
+    # None: not paused, or an explicit hold.
+    lease: Lease | None = None
     # Process group that the worker is in, and the term in which it was formed.
     epoch: int | None = None
     epoch_term: int = 0

@@ -66,12 +66,17 @@ def pause(
         PauseMode, typer.Option(help="What happens to requests in flight: frozen, finished first, or ended.")
     ] = PauseMode.KEEP,
     keep_cache: Annotated[bool, typer.Option("--keep-cache", help="Leave the prefix cache as it is.")] = False,
+    lease: Annotated[
+        float | None,
+        typer.Option("--lease", metavar="SECONDS", min=0.1, help="Resume by themselves after it. [default: never]"),
+    ] = None,
     deadline: Deadline = None,
     json: Json = False,
 ) -> None:
     """Hold the engines still.
 
-    If one fails, the others are resumed again.
+    If one fails, the others are resumed again. Without --lease they stay paused until `rlbus resume`; with it, the same
+    command again renews it.
     """
 
     async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
@@ -79,6 +84,7 @@ def pause(
             target,
             mode=mode,
             clear_cache=not keep_cache,
+            lease_s=lease,
             deadline_s=_deadline(deadline, VERB_DEADLINE_S),
             on_progress=on_progress,
             check=False,

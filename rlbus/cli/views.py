@@ -12,6 +12,7 @@ from rlbus.schemas import (
     MemberView,
     Outcome,
     PausedData,
+    PauseView,
     Report,
     WeightsData,
     WeightsState,
@@ -70,7 +71,8 @@ def warnings_of(member: MemberView, now: float) -> list[str]:
     if weights.state is WeightsState.UNKNOWN:
         found.append("has UNKNOWN weights: nobody can say which, until an update")
     if pause is not None:
-        found.append(f"is PAUSED by {pause.owner} ({pause.mode}) for {age(now - pause.since)}")
+        held = f"is PAUSED by {pause.owner} ({pause.mode}) for {age(now - pause.since)}"
+        found.append(f"{held}, {lease_text(pause, now)}")
     elif member.status.generation is Generation.PAUSED:
         found.append("is PAUSED, by nobody that rlbus knows of")
     if member.liveness in (Liveness.SUSPECT, Liveness.DEAD):
@@ -78,6 +80,15 @@ def warnings_of(member: MemberView, now: float) -> list[str]:
     if member.status.drift is not None:
         found.append(f"DRIFTS: {member.status.drift}")
     return found
+
+
+def lease_text(pause: PauseView, now: float) -> str:
+    """How long a pause still holds, in words. `now` in Unix seconds."""
+    if pause.expires_at is None:
+        return "until it is resumed"
+    if pause.expires_at <= now:
+        return f"its lease ended {age(now - pause.expires_at)} ago"
+    return f"its lease ends in {age(pause.expires_at - now)} if nobody renews it"
 
 
 def weights_text(weights: WeightsView) -> str:
@@ -91,14 +102,15 @@ def _member_row(member: MemberView, now: float) -> Sequence[str]:
     status, descriptor = member.status, member.descriptor
     generation = status.generation.value
     if status.pause is not None:
-        generation = f"paused {age(now - status.pause.since)}"
+        held = "hold" if status.pause.expires_at is None else "lease"
+        generation = f"paused {age(now - status.pause.since)} ({held})"
     admitted = "yes" if member.admitted else f"no: {member.reason or 'not said why'}"
     return (
         member.worker,
         descriptor.engine,
         descriptor.model,
         str(descriptor.world_size),
-        member.liveness.value,
+        member.liveness.value + ("" if status.work is None else " (at work)"),
         generation,
         weights_text(status.weights),
         admitted,

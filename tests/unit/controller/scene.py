@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.controller.testing import Fleet, fleet_on_bus
 from rlbus.schemas import Command, FaultCode, Generation, Report, TensorSpec, WorkerId
@@ -94,6 +95,22 @@ class Scene:
         transport = self.fleet.workers[number - 1].worker_bus.transport
         assert isinstance(transport, MemoryTransport)
         self.fleet.broker.partition(transport)
+
+    def kill_controller(self) -> None:
+        """It does nothing any more that anybody hears of, and takes nothing back: a SIGKILL, as the others see it."""
+        transport = self.fleet.controller._bus.transport
+        assert isinstance(transport, MemoryTransport)
+        self.fleet.broker.partition(transport)
+
+    def at(self, body: type[Any], call: Callable[[], None]) -> None:
+        """Call once when such a command is first sent to a worker; the command itself arrives."""
+
+        def look(command: Command, _: Message) -> None:
+            if isinstance(command.body, body):
+                watching.unsubscribe()
+                call()
+
+        watching = self._spy.subscribe("dyn.test.*.rl.>", Command, look)
 
     def heal(self, number: int) -> None:
         """The end of `cut`."""

@@ -19,18 +19,21 @@ from rlbus.schemas import (
     PauseMode,
     PauseView,
     ReceiveWeights,
+    RenewLease,
     Result,
     ResultStatus,
     ResumeGeneration,
     WeightsData,
     WeightsState,
     WeightsView,
+    WorkView,
 )
 
 pytestmark = pytest.mark.unit
 
 PLAN = new_plan(plan_of("backend/1"), plan_of("backend/1").candidates)
 HELD = PauseView(owner="ann", mode="keep", since=5.0)
+LEASED = PauseView(owner="ann", mode="keep", since=5.0, expires_at=8.0)
 CLEAN = WeightsView(state=WeightsState.CLEAN, version=V7, last_good=V7)
 RECEIVE = ReceiveWeights(update_op_id="u", epoch=1, version=V7, manifest_digest="d", bucket_bytes=1)
 
@@ -89,3 +92,44 @@ def test_a_command_that_was_not_done_shows_nothing(status: ResultStatus) -> None
     """What it left is the worker's to say."""
     before = announcement("backend/1").status
     assert status_after(before, PauseGeneration(), result(status), 9.0) is before
+
+
+@pytest.mark.parametrize(
+    ("pause", "body", "expires_at"),
+    [
+        (None, PauseGeneration(owner="ann", lease_s=30.0), 39.0),
+        (LEASED, PauseGeneration(owner="ann", lease_s=30.0), 39.0),
+        (LEASED, PauseGeneration(owner="ann"), None),
+        (HELD, PauseGeneration(owner="ann", lease_s=30.0), None),
+        (LEASED, RenewLease(owner="ann", lease_s=30.0), 39.0),
+        (LEASED, RenewLease(owner="ann"), None),
+        (HELD, RenewLease(owner="ann", lease_s=30.0), None),
+    ],
+)
+def test_a_pause_and_a_renewal_show_when_the_lease_ends(
+    pause: PauseView | None, body: PauseGeneration | RenewLease, expires_at: float | None
+) -> None:
+    """As the worker itself decides: an explicit hold stays one."""
+    status = announcement("backend/1", pause=pause).status
+    after = status_after(status, body, result(), 9.0)
+    assert after.pause == PauseView(
+        owner="ann", mode="keep", since=9.0 if pause is None else 5.0, expires_at=expires_at
+    )
+
+
+@pytest.mark.parametrize(
+    ("route", "status", "is_over"),
+    [
+        ("update_weights_from_disk", ResultStatus.OK, True),
+        ("update_weights_from_disk", ResultStatus.FAILED, True),
+        ("update_weights_from_disk", ResultStatus.REFUSED, False),
+        ("init_weights_update_group", ResultStatus.FAILED, False),
+    ],
+)
+def test_an_answer_ends_the_excuse_of_the_work_that_it_is_about(
+    route: str, status: ResultStatus, is_over: bool
+) -> None:
+    """SCENARIOS 21: an error answer counts at once; a refused second one says nothing about the first."""
+    before = announcement("backend/1", work=WorkView(route=route, since=0.0, lease_s=30.0)).status
+    after = status_after(before, LoadWeights(path="/w", version=V7), result(status), 9.0)
+    assert (after.work is None) is is_over

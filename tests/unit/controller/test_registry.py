@@ -17,6 +17,7 @@ from rlbus.schemas import (
     WeightsState,
     WeightsView,
     WorkerId,
+    WorkView,
 )
 
 pytestmark = pytest.mark.unit
@@ -64,6 +65,51 @@ def test_silence_is_judged_by_the_workers_own_interval(age_s: float, expected: L
     registry = fleet(announcement("backend/1"))
     registry.tick(age_s)
     assert liveness(registry) is expected
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "age_s", "expected"),
+    [
+        (30.0, 20.0, Liveness.ALIVE),
+        (30.0, 29.9, Liveness.ALIVE),
+        (30.0, 30.0, Liveness.SUSPECT),
+        (30.0, 37.4, Liveness.SUSPECT),
+        (30.0, 37.5, Liveness.DEAD),
+        (3.0, 12.4, Liveness.ALIVE),  # shorter than what everybody may
+        (3.0, 20.0, Liveness.DEAD),
+        (1e9, 120.0, Liveness.SUSPECT),  # nobody is excused for ever
+        (-5.0, 20.0, Liveness.DEAD),
+    ],
+)
+def test_declared_work_excuses_silence_for_its_lease(lease_s: float, age_s: float, expected: Liveness) -> None:
+    """SCENARIOS 21: suspect when the lease is over, dead as long after it as usual."""
+    work = WorkView(route="update_weights_from_distributed", since=0.0, lease_s=lease_s)
+    registry = fleet(announcement("backend/1", work=work))
+    registry.tick(age_s)
+    assert liveness(registry) is expected
+
+
+def test_each_heartbeat_renews_the_lease_of_declared_work_and_the_end_of_it_ends_the_excuse() -> None:
+    """SCENARIOS 21: measured from when the message came, by our clock alone."""
+    work = WorkView(route="update_weights_from_disk", since=1e12, lease_s=30.0)
+    registry = fleet(announcement("backend/1", work=work))
+    registry.hear(announcement("backend/1", seq=2, work=work), 25.0)
+    registry.tick(54.0)
+    assert liveness(registry) is Liveness.ALIVE
+    registry.hear(announcement("backend/1", seq=3), 54.0)
+    registry.tick(75.0)
+    assert liveness(registry) is Liveness.DEAD
+
+
+def test_an_error_counts_at_once_whatever_work_was_declared() -> None:
+    """SCENARIOS 21: a goodbye, a restart, and an answer that ends the work."""
+    work = WorkView(route="update_weights_from_disk", since=0.0, lease_s=30.0)
+    registry = fleet(announcement("backend/1", work=work))
+    (change,) = registry.hear(announcement("backend/1", boot_id="new", seq=1, work=work), 1.0)
+    assert isinstance(change, Joined)
+    assert change.is_reboot
+    registry.hear(Goodbye(boot_id="new", component="backend", instance_id="1", reason="engine died"), 2.0)
+    assert liveness(registry) is Liveness.LEFT
 
 
 def test_a_worker_with_a_longer_interval_may_be_silent_longer() -> None:

@@ -199,10 +199,25 @@ def test_a_dirty_paused_silent_worker_is_told_loudly() -> None:
     told = warnings_of(member(weights, pause=pause, liveness=Liveness.DEAD, age_s=40.0), now=1030.0)
     assert told == [
         "is DIRTY (last good: 0.3): its weights are torn, it stays paused until a full update or `rlbus update`",
-        "is PAUSED by cli:me@host (keep) for 30 s",
+        "is PAUSED by cli:me@host (keep) for 30 s, until it is resumed",
         "is DEAD: last heard of 40 s ago",
     ]
     assert warnings_of(member(WeightsView(state=WeightsState.CLEAN)), now=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("expires_at", "text"),
+    [
+        (None, "until it is resumed"),
+        (1042.0, "its lease ends in 12 s if nobody renews it"),
+        (1020.0, "its lease ended 10 s ago"),
+    ],
+)
+def test_a_pause_says_how_long_it_holds(expires_at: float | None, text: str) -> None:
+    """An explicit hold, a lease, and a lease that unclean weights have outlasted."""
+    pause = PauseView(owner="u-pause", mode="keep", since=1000.0, expires_at=expires_at)
+    (told,) = warnings_of(member(WeightsView(state=WeightsState.CLEAN), pause=pause), now=1030.0)
+    assert told == f"is PAUSED by u-pause (keep) for 30 s, {text}"
 
 
 def test_status_shows_whole_instance_ids_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:

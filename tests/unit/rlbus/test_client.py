@@ -114,11 +114,11 @@ def answer_ok(request: ControlRequest, _nth: int) -> list[ControlReply | float]:
 
 
 def test_a_pause_returns_its_report_and_carries_its_arguments() -> None:
-    """The request has op id, caller, deadline, target and mode; the report is the controller's."""
+    """The request has op id, caller, deadline, target, mode and lease; the report is the controller's."""
 
     async def scenario(fleet: FleetClient, controller: ScriptedController) -> None:
         target = Target(components=("decode",))
-        report = await fleet.pause(target, mode="abort", clear_cache=False, deadline_s=7.0)
+        report = await fleet.pause(target, mode="abort", clear_cache=False, lease_s=60.0, deadline_s=7.0)
         [request] = controller.requests
         assert request == PauseFleet(
             op_id=report.op_id,
@@ -127,6 +127,7 @@ def test_a_pause_returns_its_report_and_carries_its_arguments() -> None:
             target=target,
             mode=PauseMode.ABORT,
             clear_cache=False,
+            lease_s=60.0,
         )
         assert report.status is OpStatus.OK
 

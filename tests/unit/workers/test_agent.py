@@ -208,6 +208,7 @@ def test_route_that_the_engine_does_not_have_is_refused() -> None:
                 "get_weight_version",
                 "hello",
                 "pause_generation",
+                "renew_lease",
                 "resume_generation",
             )
 

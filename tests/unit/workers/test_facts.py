@@ -7,6 +7,7 @@ import pytest
 from rlbus.schemas import (
     GenerationPaused,
     GenerationResumed,
+    LoadWeights,
     PauseView,
     ResumeGeneration,
     Version,
@@ -15,7 +16,7 @@ from rlbus.schemas import (
     WeightsView,
 )
 from rlbus.workers.facts import facts, is_visible
-from rlbus.workers.state import Running, WorkerState
+from rlbus.workers.state import Lease, Running, WorkerState
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +45,7 @@ def test_each_change_is_one_fact_that_names_its_op() -> None:
         GenerationPaused(component="c", instance_id="1", at=1.0, op_id="op", mode="keep", owner="bob"),
     )
     assert facts(replace(busy, pause=PAUSE), busy, 1.0) == (
-        GenerationResumed(component="c", instance_id="1", at=1.0, op_id="op", forced=False),
+        GenerationResumed(component="c", instance_id="1", at=1.0, op_id="op", forced=False, owner="bob"),
     )
     assert is_visible(busy, replace(busy, epoch=2))
 
@@ -57,3 +58,31 @@ def test_resume_is_forced_only_over_unclean_weights(force: bool, weights: Weight
     (fact,) = facts(before, replace(before, pause=None), 1.0)
     assert isinstance(fact, GenerationResumed)
     assert fact.forced is forced
+
+
+def test_a_renewal_is_no_fact_but_a_change_into_a_hold_is() -> None:
+    """Renewals come every few seconds; what a lease turns into is worth telling."""
+    leased = replace(IDLE, pause=PauseView(owner="bob", mode="keep", since=0.0, expires_at=30.0), lease=Lease(30.0))
+    renewed = replace(leased, pause=PauseView(owner="bob", mode="keep", since=0.0, expires_at=40.0))
+    assert (facts(leased, renewed, 1.0), is_visible(leased, renewed)) == ((), False)
+    held = replace(leased, pause=PAUSE, lease=None)
+    (fact,) = facts(leased, held, 1.0)
+    assert isinstance(fact, GenerationPaused)
+    assert fact.expires_at is None
+    assert is_visible(leased, held)
+
+
+def test_a_resume_by_the_end_of_a_lease_says_so() -> None:
+    """And whose it was; not so a resume that somebody asked for just then."""
+    over = replace(IDLE, pause=PAUSE, lease=Lease(30.0, "e"))
+    for op_id, lease_ended in (("e-resume", True), ("op", False)):
+        before = replace(over, running=Running(op_id, ResumeGeneration()))
+        (fact,) = facts(before, replace(before, pause=None, lease=None), 1.0)
+        assert isinstance(fact, GenerationResumed)
+        assert (fact.lease_ended, fact.owner) == (lease_ended, "bob")
+
+
+def test_work_that_may_block_is_announced_when_it_begins() -> None:
+    """Once it blocks it is too late to say so."""
+    busy = replace(IDLE, running=Running("op", LoadWeights(path="/w", version=Version(step=1))))
+    assert is_visible(IDLE, busy)

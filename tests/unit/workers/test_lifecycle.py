@@ -350,9 +350,9 @@ def test_only_the_end_of_the_same_transfer_or_group_takes_it_back(
     state, (action,) = decide(busy, arrived(body))
     if is_taken:
         assert action == Run(takes_back="a")
-        assert state.queued == Running("op", body)
+        assert state.queued == Running("op", body, NOW)
         assert refusal(state, arrived(body, op_id="third")) is FaultCode.BUSY
-        assert decide(state, Released("a"))[0].running == Running("op", body)
+        assert decide(state, Released("a", NOW))[0].running == Running("op", body, NOW)
     else:
         assert isinstance(action, Refuse)
 

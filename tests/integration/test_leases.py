@@ -1,0 +1,148 @@
+"""Real processes on a real server: the controller is killed, and the engines that it had paused go on by themselves."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from rlbus import subjects
+from rlbus.config import BusConfig
+from rlbus.connecting import connect_bus
+from rlbus.controller.leases import LEASE_S
+from rlbus.schemas import GenerationPaused, GenerationResumed, WorkerEvent
+from rlbus.server import EmbeddedServer
+from rlbus.sync import LoopThread
+from tests.integration.test_cli import NAMESPACE, Process, rlbus
+
+pytestmark = pytest.mark.integration
+
+E = TypeVar("E")
+
+# What real processes may take on top of a lease: a loaded machine, a resume.
+BOUND_S = 6.0
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A real server on loopback."""
+    loop = LoopThread("test-server")
+    server = EmbeddedServer()
+    loop.call(server.__aenter__())
+    yield server.url
+    loop.call(server.__aexit__(None, None, None))
+    loop.stop()
+
+
+@pytest.fixture
+def workers(url: str) -> Iterator[list[Process]]:
+    """Two fake workers, backend/1 and backend/2."""
+    started = [Process("worker", "fake", "--json", "--instance-id", number, url=url) for number in ("1", "2")]
+    for process in started:
+        process.document()
+    yield started
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def controller(url: str, workers: list[Process]) -> Iterator[Callable[[], Process]]:
+    """Starts a controller, and waits until it knows both workers."""
+    started: list[Process] = []
+
+    def start() -> Process:
+        process = Process("controller", "--json", url=url)
+        started.append(process)
+        process.document()
+        deadline = time.monotonic() + 20.0
+        while len(rlbus("workers", "--json", url=url).document["workers"]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+class Watch:
+    """What the workers say of their pauses, with when it came."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, WorkerEvent]] = []
+        self._changed = asyncio.Event()
+
+    def take(self, event: WorkerEvent, _: object) -> None:
+        """One more."""
+        self.events.append((time.monotonic(), event))
+        self._changed.set()
+
+    async def until(self, kind: type[E], num: int, limit_s: float) -> list[tuple[float, E]]:
+        """The events of a kind, once there are `num`."""
+        async with asyncio.timeout(limit_s):
+            while len(found := self._of(kind)) < num:
+                self._changed.clear()
+                await self._changed.wait()
+        return found
+
+    def _of(self, kind: type[E]) -> list[tuple[float, E]]:
+        found: list[tuple[float, E]] = []
+        for at, event in self.events:
+            if isinstance(event, kind):
+                found.append((at, event))
+        return found
+
+
+def test_a_leased_pause_ends_by_itself_after_the_controller_was_killed(
+    url: str, controller: Callable[[], Process]
+) -> None:
+    """`rlbus pause --lease 3`, SIGKILL: 3 s later both run and say why, and the next controller sees it."""
+
+    async def main() -> None:
+        first = await asyncio.to_thread(controller)
+        async with await connect_bus(BusConfig(url=url), name="test") as bus:
+            watch = Watch()
+            for number in ("1", "2"):
+                bus.subscribe(subjects.worker_event(NAMESPACE, "backend", number), WorkerEvent, watch.take)
+            await bus.barrier(2.0)
+            done = await asyncio.to_thread(rlbus, "pause", "--lease", "3", url=url)
+            assert done.code == 0
+            shown = await asyncio.to_thread(rlbus, "workers", url=url)
+            assert "if nobody renews it" in shown.stderr + shown.stdout
+            first.popen.send_signal(signal.SIGKILL)
+            resumed = await watch.until(GenerationResumed, 2, 3.0 + BOUND_S)
+            assert all(e.lease_ended and e.owner and e.owner.startswith("cli:") for _, e in resumed)
+        await asyncio.to_thread(controller)
+        listed = await asyncio.to_thread(rlbus, "workers", "--json", url=url)
+        members = listed.document["workers"]
+        assert [(m["status"]["generation"], m["status"]["pause"]) for m in members] == [("running", None)] * 2
+        assert all(m["admitted"] for m in members)
+
+    asyncio.run(main())
+
+
+def test_what_an_op_had_paused_when_its_controller_was_killed_goes_on(
+    url: str, workers: list[Process], controller: Callable[[], Process]
+) -> None:
+    """A plain `rlbus pause` waits for a frozen worker; the controller dies; the other is no hold, and runs again."""
+
+    async def main() -> None:
+        first = await asyncio.to_thread(controller)
+        async with await connect_bus(BusConfig(url=url), name="test") as bus:
+            watch = Watch()
+            bus.subscribe(subjects.worker_event(NAMESPACE, "backend", "1"), WorkerEvent, watch.take)
+            await bus.barrier(2.0)
+            workers[1].popen.send_signal(signal.SIGSTOP)
+            pausing = Process("pause", url=url)
+            try:
+                ((paused_s, _),) = await watch.until(GenerationPaused, 1, 20.0)
+                first.popen.send_signal(signal.SIGKILL)
+                ((resumed_s, event),) = await watch.until(GenerationResumed, 1, LEASE_S + BOUND_S)
+            finally:
+                pausing.kill()
+            assert event.lease_ended
+            assert LEASE_S - 1.0 < resumed_s - paused_s < LEASE_S + BOUND_S
+
+    asyncio.run(main())
