@@ -9,6 +9,7 @@ RLBusError
   PayloadTooLargeError           what, size_bytes, limit_bytes
   DecodeError                    subject, expected
   TransferError                  operation
+  ConflictError                  key, revision
   FaultError                     fault: somebody answered with a Fault
     RefusedError                 nothing changed
       BusyError                  running_op_id
@@ -122,6 +123,19 @@ class TransferError(RLBusError):
 
     def __str__(self) -> str:
         return f"{self.operation}: {self.problem}"
+
+
+class ConflictError(RLBusError):
+    """Something else stands under `key` than the write of `revision` (None: nothing). Nothing was written."""
+
+    def __init__(self, key: str, revision: int | None) -> None:
+        super().__init__(key, revision)
+        self.key = key
+        self.revision = revision
+
+    def __str__(self) -> str:
+        expected = "nothing" if self.revision is None else f"revision {self.revision}"
+        return f"{self.key}: somebody else wrote it; expected {expected}"
 
 
 class FaultError(RLBusError):
