@@ -28,7 +28,7 @@ class Entry:
 class Kv(Protocol):
     """One bucket. Keys are tokens of A-Z a-z 0-9 _ - joined by dots.
 
-    Every call raises DeadlineError (no answer within CALL_LIMIT_S) and BrokenError (disconnected, or the store refuses).
+    Every call raises DeadlineError (no answer within CALL_LIMIT_S) or BrokenError (disconnected, or it refuses).
     Cancel: a write may have happened.
     """
 

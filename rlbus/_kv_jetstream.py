@@ -16,8 +16,6 @@ from rlbus._supervised import SupervisedTransport
 from rlbus._transport import Message
 from rlbus.errors import BrokenError, ConfigError, ConflictError, DeadlineError
 
-
-
 # How long making the bucket may take: a cluster elects a leader for it first (facts/nats.md A8: 3.2 s).
 OPEN_LIMIT_S = 10.0
 # How long the marker of a deleted key is kept by the server, in seconds; it then goes by itself.
@@ -27,9 +25,14 @@ MARKER_S = 60
 _NO_STREAM, _STREAM_EXISTS, _WRONG_SEQUENCE, _NO_MESSAGE = 10059, 10058, 10071, 10037
 _OFF = (10076, 10039)
 HOW_TO_ENABLE = (
-    "JetStream isn't enabled there, and keeps the lease and the journal of controllers; start it with `nats-server -js` "
-    "or `jetstream {}` in its configuration, or run one controller without them: `rlbus controller --single`"
+    "JetStream isn't enabled there, and keeps the lease and the journal of controllers; start it with "
+    "`nats-server -js` or `jetstream {}` in its configuration, or run one controller without them: "
+    "`rlbus controller --single`"
 )
+
+
+class _OffError(BrokenError):
+    """There is no JetStream (yet, if the server has just started)."""
 
 
 class JetStreamKv:
@@ -56,6 +59,9 @@ class JetStreamKv:
         kv = cls(transport, bucket)
         try:
             await kv._ensure(first_revision)
+        except _OffError as exc:
+            kv.close()
+            raise ConfigError("server", transport.where, HOW_TO_ENABLE) from exc
         except BaseException:
             kv.close()
             raise
@@ -130,9 +136,7 @@ class JetStreamKv:
         is_marker = b"KV-Operation:" in headers or b"Nats-Marker-Reason:" in headers
         return None if is_marker else base64.b64decode(message.get("data") or ""), int(message["seq"])
 
-    async def _put(
-        self, key: str, value: bytes, sequence: int, revision: int | None, headers: dict[str, str]
-    ) -> int:
+    async def _put(self, key: str, value: bytes, sequence: int, revision: int | None, headers: dict[str, str]) -> int:
         headers = {"Nats-Expected-Last-Subject-Sequence": str(sequence), **headers}
         ack = await self._call(f"$KV.{self._bucket}.{key}", value, CALL_LIMIT_S, headers, (_WRONG_SEQUENCE,))
         if "error" in ack:
@@ -168,13 +172,13 @@ class JetStreamKv:
         if error is None or error.get("err_code") in allowed:
             return body
         if error.get("err_code") in _OFF:
-            raise ConfigError("server", self._transport.where, HOW_TO_ENABLE)
+            raise _OffError(f"JetStream on {self._transport.where}", "it isn't enabled")
         raise BrokenError(f"JetStream on {self._transport.where}", f"{error.get('description')} ({subject})")
 
-    def _unanswered(self, subject: str) -> ConfigError | BrokenError:
+    def _unanswered(self, subject: str) -> BrokenError:
         """Nobody took it: no JetStream at all, or (on the bucket's own subject) no leader of it at the moment."""
         if subject.startswith("$JS.API."):
-            return ConfigError("server", self._transport.where, HOW_TO_ENABLE)
+            return _OffError(f"JetStream on {self._transport.where}", "nobody answers for it")
         return BrokenError(f"JetStream on {self._transport.where}", "the bucket isn't there, or has no leader now")
 
     def _on_reply(self, message: Message) -> None:

@@ -230,6 +230,7 @@ _CLASS_OF_CODE: dict[FaultCode, type[FaultError]] = {
     FaultCode.NO_ROUTE: RefusedError,
     FaultCode.NOT_A_MEMBER: RefusedError,
     FaultCode.UNKNOWN_OP: RefusedError,
+    FaultCode.NOT_RECORDED: RefusedError,
     FaultCode.BUSY: BusyError,
     FaultCode.NO_WORKER: NoWorkerError,
     FaultCode.EXPIRED: StaleError,
