@@ -70,7 +70,7 @@ class Journal:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Read everything. Raises: as `Kv`. Cancel: leaves nothing."""
+        """Read everything; may be called again if it failed. Raises: as `Kv`. Cancel: leaves nothing."""
         keys = await self._kv.keys(OPS)
         kept: list[_Kept] = []
         for start in range(0, len(keys), READ_BATCH):
@@ -82,6 +82,7 @@ class Journal:
                     kept.append(_Kept(decode(there.value, JournalEntry, key), there.revision))
                 except DecodeError as exc:
                     _log.error("journal: %s; left alone", exc)
+        self._kept.clear()
         for one in sorted(kept, key=lambda k: k.entry.item.began_at):
             self._kept[one.entry.item.op_id] = one
         mark = await self._kv.get(VERSION_KEY)

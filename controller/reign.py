@@ -81,10 +81,10 @@ async def _lead(
     keeping = loop.create_task(holder.keep(), name="lease")
     tasks: list[asyncio.Task[Any]] = [keeping]
     try:
-        try:
-            await journal.open()
-        except (BrokenError, DeadlineError) as exc:
-            return f"the journal can't be read: {exc}"
+        while not await _is_open(journal):
+            if keeping.done():
+                return keeping.result()
+            await asyncio.sleep(RETRY_S)
         controller = Controller(bus, namespace, settings=settings, term=term, journal=journal)
         writing = loop.create_task(journal.run(), name="journal")
         announcing = loop.create_task(announce(controller, bus, on_ready), name="announce")
@@ -94,6 +94,15 @@ async def _lead(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _is_open(journal: Journal) -> bool:
+    try:
+        await journal.open()
+    except (BrokenError, DeadlineError) as exc:
+        _log.warning("the journal can't be read yet: %s", exc)
+        return False
+    return True
 
 
 async def _serve(
