@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 # One call of the store. Source: facts/nats.md A5 (p99 0.4 ms, 2.5 ms with fsync); R3 without a leader answers nothing
-# for seconds, and then the caller has to know in time that its lease isn't renewed.
-CALL_LIMIT_S = 1.0
+# for seconds, and a leader has to know soon enough that its lease isn't renewed (rlbus.controller.leader).
+CALL_LIMIT_S = 0.6
 
 
 @dataclass(frozen=True, slots=True)

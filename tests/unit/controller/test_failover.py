@@ -11,10 +11,10 @@ import pytest
 from rlbus._kv import Kv
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
-from rlbus.controller.leader import STEP_DOWN_S, TTL_S
+from rlbus.controller.leader import STEP_DOWN_S
 from rlbus.controller.reign import reign
 from rlbus.controller.service import Controller
-from rlbus.errors import PartialError, RLBusError, VersionRegressionError
+from rlbus.errors import BrokenError, PartialError, VersionRegressionError
 from rlbus.schemas import (
     Command,
     CommitWeights,
@@ -200,11 +200,10 @@ def test_a_leader_that_is_cut_off_steps_down_before_anybody_else_leads_and_stand
         stage.cut.append(old)
         cut_s = now_s()
         controller = old.led[0]
-        with pytest.raises(RLBusError):
-            while True:
-                controller._bus.transport.publish("dyn.test.x", b"")
-                assert now_s() - cut_s < TTL_S
-                await asyncio.sleep(0.01)
+        while controller._bus.transport.is_connected:  # noqa: ASYNC110 - the state is what is watched
+            await asyncio.sleep(0.01)
+        with pytest.raises(BrokenError, match="lease"):
+            controller._bus.transport.publish("dyn.test.x", b"")
         assert now_s() - cut_s <= STEP_DOWN_S + 0.1
         assert stage.processes[1].led == []
         new = await stage.leader()
@@ -230,7 +229,9 @@ def test_an_old_leader_that_wakes_up_is_refused_by_every_worker() -> None:
         zombie = Controller(Bus(stage.broker.connect(), clock=LoopClock()), "test", term=old_term)
         for rig in stage.workers:
             body = PauseGeneration()
-            command = Command(op_id=f"z-{rig.agent.descriptor.instance_id}", term=zombie.term, expires_at=2e9, body=body)
+            command = Command(
+                op_id=f"z-{rig.agent.descriptor.instance_id}", term=zombie.term, expires_at=2e9, body=body
+            )
             replies: asyncio.Queue[Any] = asyncio.Queue(8)
             inbox = stage._spy.open_inbox(lambda m, _, q=replies: q.put_nowait(m.data))  # type: ignore[misc]
             subject = f"dyn.test.backend.rl.pause_generation.{rig.agent.descriptor.instance_id}"
@@ -310,9 +311,7 @@ def test_a_commit_that_had_begun_is_completed_on_whoever_was_verified() -> None:
         assert (await stage.update(6)).status is OpStatus.OK
         deaf = stage.workers[1].worker_bus.transport
         assert isinstance(deaf, MemoryTransport)
-        deaf.faults = Faults(drop=1.0, only="dyn.test.backend.rl.commit_weights_update.>")
-        broadcast = Faults(drop=1.0, only="dyn.test.backend.rl.commit_weights_update")
-        deaf.faults = broadcast
+        deaf.faults = Faults(drop=1.0, only="dyn.test.backend.rl.commit_weights_update")
 
         def hear_again() -> None:
             deaf.faults = Faults()
@@ -451,7 +450,7 @@ def test_an_op_that_cant_be_written_down_isnt_begun() -> None:
 
 
 def test_updates_go_on_while_answers_of_the_store_are_lost() -> None:
-    """A fifth of the calls of the store is lost: the lease holds, or is taken again, and the fleet ends at the newest version."""
+    """A fifth of the store's calls is lost: the lease holds, or is taken again, and the fleet gets all versions."""
 
     async def scenario(stage: Stage) -> None:
         for process in stage.processes:
@@ -465,5 +464,3 @@ def test_updates_go_on_while_answers_of_the_store_are_lost() -> None:
         assert await stage.generations() == [RUNNING, RUNNING]
 
     play([worker(1), worker(2)], scenario)
-
-
