@@ -21,9 +21,10 @@ _log = logging.getLogger("rlbus.controller")
 
 LEASE_KEY = "lease"
 # Source of these four: issue 3 wants a standby that serves within 5 s of the leader's death. The worst case is TTL_S,
-# how late the store ends a key (0.5 s seen on a loaded machine), POLL_S, and the journal with a round of hellos
-# (controller.succession: 0.3 s, 1 s when an op was left behind). facts/nats.md C21 has 6, 2 and 4 s, which can't do it,
-# and with 4, 1 and 3 s 5.03 s were measured. Two tries of a renewal (rlbus._kv.CALL_LIMIT_S) fit before STEP_DOWN_S.
+# POLL_S, the journal and a round of hellos (controller.succession: 0.3 s, up to 1 s when an op was left behind), and
+# what a loaded machine adds; 3.0 to 3.3 s were measured without an op. facts/nats.md C21 has 6, 2 and 4 s, which can't
+# do it. Two tries of a renewal (rlbus._kv.CALL_LIMIT_S) fit before STEP_DOWN_S. The price: a leader whose store is
+# silent for 2.2 s gives up what it runs, which is then settled as if it had died.
 TTL_S = 3
 RENEW_S = 0.7
 STEP_DOWN_S = 2.2

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,10 @@ from rlbus.schemas import (
 )
 from rlbus.testing import Faults, LoopClock, MemoryBroker, MemoryKv, MemoryTransport, run, sequential_ids
 from rlbus.trainer import Trainer
-from rlbus.workers.testing import Rig
+from rlbus.workers.config import AgentConfig
+from rlbus.workers.engines.fake import FakeEngine
+from rlbus.workers.engines.fake_script import FakeScript, Step
+from rlbus.workers.testing import Rig, worker_on_bus
 from tests.unit.controller import scene
 from tests.unit.controller.scene import FedPlane, Worker, outcomes, source, worker
 
@@ -388,8 +392,74 @@ def test_a_pause_whose_leader_dies_half_way_is_undone_and_a_whole_one_is_kept() 
         assert outcomes(caught.value.report) == {"1": "undone", "2": "undone"}
         assert await stage.generations() == [RUNNING, RUNNING]
 
-    slow: scene.Steps = {"pause": {1: scene.Step(latency_s=20.0)}}
+    slow: scene.Steps = {"pause": {1: Step(latency_s=20.0)}}
     play([worker(1), worker(2, slow)], scenario)
+
+
+def test_a_pause_that_everybody_did_is_kept_and_reported_as_done() -> None:
+    """Killed after the last worker paused and before anybody was told: the hold is the caller's, and stays."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.processes[0].transport.faults = Faults(drop=1.0, only="_INBOX.>")  # it never hears that they did
+        asyncio.get_running_loop().call_later(1.0, stage.kill, stage.processes[0])
+        report = await stage.client.pause(deadline_s=60.0)
+        assert (report.status, outcomes(report)) == (OpStatus.OK, {"1": "ok", "2": "ok"})
+        assert await stage.generations() == [PAUSED, PAUSED]
+        assert (await stage.client.resume()).status is OpStatus.OK
+
+    play([worker(1), worker(2)], scenario)
+
+
+def loader(number: int, folder: Path, step: Step) -> Worker:
+    """A worker that may load from `folder`, as `step` says."""
+    engine = FakeEngine(FakeScript({"load_weights": {1: step}}))
+    config = AgentConfig(weight_roots=(str(folder),))
+    return lambda broker: worker_on_bus(engine, broker=broker, instance_id=str(number), config=config)
+
+
+def test_a_reload_in_progress_is_waited_for_and_finished(tmp_path: Path) -> None:
+    """A folder that is being loaded can't be taken back: whoever has it is let go, at the new version."""
+
+    async def scenario(stage: Stage) -> None:
+        asyncio.get_running_loop().call_later(3.0, stage.kill, stage.processes[0])
+        report = await stage.client.reload(str(tmp_path), version=Version(step=7), deadline_s=60.0)
+        assert (report.status, outcomes(report)) == (OpStatus.OK, {"1": "ok", "2": "ok"})
+        assert await stage.generations() == [RUNNING, RUNNING]
+        assert (await stage.client.status()).version == Version(step=7)
+
+    FakeEngine().save(tmp_path, Version(step=7))
+    play([loader(1, tmp_path, Step()), loader(2, tmp_path, Step(latency_s=12.0))], scenario)
+
+
+def test_a_member_that_is_gone_when_the_op_is_settled_is_reported_as_unknown() -> None:
+    """The controller and worker 2 die together; the others are let go all the same, within a bound."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.update(6)).status is OpStatus.OK
+        transport = stage.workers[1].worker_bus.transport
+        assert isinstance(transport, MemoryTransport)
+        before_s = now_s()
+        stage.on_command = lambda c: stage.broker.partition(transport) if isinstance(c.body, ReceiveWeights) else None
+        asyncio.get_running_loop().call_later(0.5, stage.kill, stage.processes[0])
+        report = await stage.update(7)
+        assert (report.status, outcomes(report)) == (OpStatus.FAILED, {"1": "undone", "2": "unknown"})
+        assert now_s() - before_s < 30.0
+        assert (await stage.generations())[0] is RUNNING
+
+    play([worker(1), worker(2)], scenario)
+
+
+def test_an_update_that_is_asked_for_while_nobody_leads_waits_for_the_standby() -> None:
+    """A training loop doesn't notice a failover between two of its updates."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.update(6)).status is OpStatus.OK
+        old = stage.processes[0]
+        stage.broker.disconnect(old.transport)
+        stage.kill(old)
+        assert (await stage.update(7)).status is OpStatus.OK
+
+    play([worker(1), worker(2)], scenario)
 
 
 def test_the_version_never_goes_backwards_over_controllers_even_if_no_worker_lives_to_tell() -> None:
