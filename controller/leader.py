@@ -120,7 +120,10 @@ class LeaseHolder:
         if tenure is None:
             return
         try:
-            await self._kv.delete(LEASE_KEY, tenure.revision)
+            # Read first: a renewal may have been under way when it was cancelled.
+            there = await self._kv.get(LEASE_KEY)
+            if there is not None and decode(there.value, Lease, LEASE_KEY).holder == self._lease.holder:
+                await self._kv.delete(LEASE_KEY, there.revision)
         except (BrokenError, ConflictError, DeadlineError) as exc:
             _log.info("the lease wasn't released: %s", exc)
 

@@ -1,7 +1,6 @@
 """Standing by, leading, standing by again: the lease, the journal and the controller of one process put together."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -60,8 +59,7 @@ async def reign(
         try:
             why = await _lead(holder, journal, fenced, namespace, settings, on_ready)
         finally:
-            with contextlib.suppress(asyncio.CancelledError):  # it is cancelled already
-                await holder.release()
+            await holder.release()
         _log.warning("this controller doesn't lead any more: %s; standing by", why)
         await asyncio.sleep(RETRY_S)
 

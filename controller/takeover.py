@@ -51,6 +51,8 @@ RETRY_S = 0.5
 PHASE = "take over"
 # The phase of the journal from which on `verified` may be committed.
 COMMIT_PHASE = "commit"
+# Weights that nobody may serve. Unknown ones are not among them: so are those that a worker was started with.
+TORN = (WeightsState.DIRTY, WeightsState.UPDATING)
 
 
 class TakeOver:
@@ -78,8 +80,9 @@ class TakeOver:
         await self._look()
         match request:
             case UpdateWeights():
-                await self._settle_update(request)
+                pausing = await self._settle_update(request)
                 await self._free(may_be_old=request.require is not None)
+                await self._destroy(pausing)
             case ReloadFleet():
                 await self._await_loads()
                 await self._free(may_be_old=False)
@@ -108,21 +111,26 @@ class TakeOver:
             elif answer.fault is not None:
                 self._silent[worker] = answer.fault
 
-    async def _settle_update(self, request: UpdateWeights) -> None:
-        """No session of it stays open: committed where that is proven to be right, aborted elsewhere."""
+    async def _settle_update(self, request: UpdateWeights) -> list[WorkerId]:
+        """No session of it stays open: committed where that is proven to be right, aborted elsewhere.
+
+        Returns those that are still pausing: they have none, and only a resume ends that.
+        """
         body = CommitWeights(update_op_id=request.op_id, version=request.version)
         if self._entry.item.phase == COMMIT_PHASE:
             received = [w for w in self._entry.verified if self._has(w, WeightsState.UPDATING)]
             await self._ask("commit", body, received)
             await self._look()
-        rest = [w for w, status in self._seen.items() if not self._is_at_version(status)]
+        pausing = [w for w, status in self._seen.items() if status.op_id == derive(self._op.op_id, PAUSE_STEP)]
+        rest = [w for w, s in self._seen.items() if w not in pausing and not self._is_at_version(s)]
         abort = AbortWeights(update_op_id=request.op_id, reason="its controller died")
-        # Pauses and joins of the old leader may still run; what is open is closed once they have ended.
+        # A join of the old leader may still run; what is open is closed once that has ended.
         left = await self._until_free("abort", abort, rest, self._destroy)
         if left:
             _log.error("op %s: still busy: %s", self._op.op_id, ", ".join(left))
         await self._destroy(rest)
         await self._look()
+        return pausing
 
     async def _destroy(self, workers: Sequence[WorkerId]) -> None:
         """Nobody stays in the group of this update: its sender has no controller any more that knows of it."""
@@ -156,7 +164,7 @@ class TakeOver:
         free: list[WorkerId] = []
         for worker, status in self._seen.items():
             is_served = self._is_at_version(status) or not has_new or may_be_old
-            if is_served and status.weights.state is not WeightsState.DIRTY and self._is_held_by_op(status, None):
+            if is_served and status.weights.state not in TORN and self._is_held_by_op(status, None):
                 free.append(worker)
         await self._until_free("free", ResumeGeneration(), free)
         await self._look()
@@ -261,7 +269,7 @@ class TakeOver:
 
     def _judge_weights(self, worker: WorkerId, status: WorkerStatus) -> tuple[Outcome, Fault | None]:
         is_stuck = worker not in self._entry.held and self._is_held_by_op(status, None)
-        if status.weights.state is WeightsState.DIRTY:
+        if status.weights.state in TORN:
             message = "its controller died; weights are torn, and a full update or a reload makes them clean"
             return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message, weights="torn", generation="paused")
         if is_stuck:

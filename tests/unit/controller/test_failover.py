@@ -293,6 +293,20 @@ def test_an_update_whose_leader_dies_before_the_first_byte_is_taken_back(at: typ
     play([worker(1), worker(2)], scenario)
 
 
+def test_an_engine_that_is_still_pausing_for_a_dead_leader_is_let_go() -> None:
+    """It would take 50 s to pause: the resume of the next leader ends that, and the worker isn't waited for."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.update(6)).status is OpStatus.OK
+        report = await killed_at(stage, PauseGeneration, after_s=1.0)
+        assert (outcomes(report), report.took_s < 10.0) == ({"1": "undone", "2": "undone"}, True)
+        assert await stage.generations() == [RUNNING, RUNNING]
+        await check_recovered(stage)
+
+    slow: scene.Steps = {"pause": {2: Step(latency_s=50.0)}}
+    play([worker(1), worker(2, slow)], scenario)
+
+
 def test_what_was_received_and_not_verified_is_torn_and_never_committed() -> None:
     """Killed when the sender said that all is sent: nobody compared checksums, so nobody may serve it."""
 
