@@ -59,9 +59,7 @@ class Succession:
         return tuple(sorted({split_worker_id(worker)[0] for worker in members}))
 
     async def listen(self) -> None:
-        """Give the workers time to answer the hello. Nothing to wait for where nobody led before. Cancel: at once."""
-        if not self.journal.entries:
-            return
+        """Give the workers time to answer the hello, or the first request would find nobody. Cancel: leaves nothing."""
         loop = asyncio.get_running_loop()
         members = self._left_members()
         await asyncio.sleep(SETTLE_S)
