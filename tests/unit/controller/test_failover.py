@@ -30,7 +30,7 @@ from rlbus.schemas import (
 from rlbus.testing import Faults, LoopClock, MemoryTransport
 from rlbus.trainer import Trainer
 from rlbus.workers.config import AgentConfig
-from rlbus.workers.engines.fake import FakeEngine
+from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
 from rlbus.workers.testing import worker_on_bus
 from tests.unit.controller import scene
@@ -228,6 +228,22 @@ def test_a_commit_that_had_begun_is_completed_on_whoever_was_verified() -> None:
         await check_recovered(stage)
 
     play([worker(1), worker(2)], scenario)
+
+
+def test_whoever_failed_the_check_is_never_committed_by_the_next_leader() -> None:
+    """Worker 2 says that it has everything, and its checksums differ: only worker 1 stands in the journal as verified."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.update(6)).status is OpStatus.OK
+        report = await killed_at(stage, CommitWeights, after_s=0.1)
+        assert (report.status, outcomes(report)) == (OpStatus.PARTIAL, {"1": "ok", "2": "failed"})
+        assert stage.weights() == [(WeightsState.CLEAN, Version(step=7)), (WeightsState.DIRTY, None)]
+        assert await stage.generations() == [RUNNING, PAUSED]
+        await check_recovered(stage)
+
+    bad: scene.Steps = {"receive_weights": {2: Step(wrong_sum_of=DEFAULT_TENSORS[0].name)}}
+    slow: scene.Steps = {"finish_update": {2: Step(latency_s=0.5)}}
+    play([worker(1, slow), worker(2, bad)], scenario)
 
 
 @pytest.mark.parametrize("at", [FlushCache, ResumeGeneration])
