@@ -231,7 +231,7 @@ def test_a_commit_that_had_begun_is_completed_on_whoever_was_verified() -> None:
 
 
 def test_whoever_failed_the_check_is_never_committed_by_the_next_leader() -> None:
-    """Worker 2 says that it has everything, and its checksums differ: only worker 1 stands in the journal as verified."""
+    """Worker 2 has everything, with other checksums: only worker 1 stands in the journal as verified."""
 
     async def scenario(stage: Stage) -> None:
         assert (await stage.update(6)).status is OpStatus.OK
