@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
-import logging
+import os
 import signal
+import socket
 from collections.abc import Callable
 
+from rlbus.bus import Bus
 from rlbus.config import BusConfig
-from rlbus.connecting import connect_bus
+from rlbus.connecting import connect_bus, open_kv
+from rlbus.controller.reign import announce, reign
 from rlbus.controller.service import Controller, Settings
-
-_log = logging.getLogger("rlbus.controller")
+from rlbus.schemas import Lease
 
 # What closing the connection may take beside stopping the ops, in seconds. Source: rlbus._transport, `aclose`.
 CLOSE_S = 5.0
@@ -22,30 +24,40 @@ async def serve(
     settings: Settings | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[Controller], None] | None = None,
+    on_standby: Callable[[Lease], None] | None = None,
+    is_single: bool = False,
 ) -> None:
-    """Run the controller of `config.namespace` until SIGTERM, SIGINT, or `stop` is set.
+    """Run a controller of `config.namespace` until SIGTERM, SIGINT, or `stop` is set.
 
-    A running op is taken back first: an update is undone like any cancelled one. All of the stop takes at most
-    `settings.stop_s` + CLOSE_S. A second signal drops what is being undone. `on_ready` is called once requests are
-    taken.
+    It leads, or stands by while another one does, which `on_standby` is told. A running op is taken back first: an
+    update is undone like any cancelled one. All of the stop takes at most `settings.stop_s` + CLOSE_S. A second signal
+    drops what is being undone. `on_ready` is called once requests are taken, each time that it begins to lead.
+    `is_single`: without lease and journal, for a server without JetStream; nobody checks that it is the only one.
 
     Raises:
         BrokenError: no server, wrong credentials, or no answer within `config.connect_s`.
-        ConfigError: a setting is wrong.
+        ConfigError: a setting is wrong, or the server has no JetStream.
     Cancel: stops as a signal does.
     """
     stopping = asyncio.Event() if stop is None else stop
     async with await connect_bus(config, name="rlbus-controller") as bus:
-        controller = Controller(bus, config.namespace, settings=settings)
-        running = asyncio.get_running_loop().create_task(controller.run(), name="controller")
+        if is_single:
+            serving = _serve_single(bus, config.namespace, settings, on_ready)
+        else:
+            kv = await open_kv(bus, config.namespace)
+            serving = reign(
+                bus,
+                kv,
+                config.namespace,
+                name=f"{socket.gethostname()}/{os.getpid()}",
+                settings=settings,
+                on_ready=on_ready,
+                on_standby=on_standby,
+            )
+        running = asyncio.get_running_loop().create_task(serving, name="controller")
         with _Signals(stopping, running):
             waiting = asyncio.get_running_loop().create_task(stopping.wait())
             try:
-                await asyncio.sleep(0)  # its first turn subscribes
-                await bus.barrier(CLOSE_S)
-                _log.info("controller of namespace %s serves, term %d", config.namespace, controller.term)
-                if on_ready is not None:
-                    on_ready(controller)
                 await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 waiting.cancel()
@@ -53,6 +65,18 @@ async def serve(
                 await asyncio.wait({running, waiting})
     if not running.cancelled():
         running.result()  # what broke it, for whoever started it
+
+
+async def _serve_single(
+    bus: Bus, namespace: str, settings: Settings | None, on_ready: Callable[[Controller], None] | None
+) -> None:
+    controller = Controller(bus, namespace, settings=settings)
+    announcing = asyncio.get_running_loop().create_task(announce(controller, bus, on_ready))
+    try:
+        await controller.run()
+    finally:
+        announcing.cancel()
+        await asyncio.wait({announcing})
 
 
 class _Signals(contextlib.AbstractContextManager[None]):

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from rlbus.bus import Bus
 from rlbus.controller.causes import fault
+from rlbus.controller.journal import Journal
 from rlbus.controller.op import Op, publish, tell_event
 from rlbus.controller.update import UpdateRun
+from rlbus.errors import RLBusError
 from rlbus.schemas import Fault, FaultCode, OpEnded, OpResult, OpStarted, OpStatus, Report, Request
 
 _log = logging.getLogger("rlbus.controller")
@@ -20,6 +22,8 @@ MAX_ENDED_OPS = 128
 MAX_QUERIES = 64
 
 Work = Callable[["Running"], Awaitable[Report]]
+# Writes an op down before it begins; raises if that can't be done.
+Record = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -42,8 +46,9 @@ class Running:
 class Desk:
     """Begins, finds and ends ops. Called on the loop; only `aclose` waits."""
 
-    def __init__(self, bus: Bus, namespace: str) -> None:
+    def __init__(self, bus: Bus, namespace: str, journal: Journal | None = None) -> None:
         self._bus = bus
+        self._journal = journal
         self._namespace = namespace
         self._running: dict[str, Running] = {}
         self._ended: OrderedDict[str, tuple[Request, Report]] = OrderedDict()
@@ -61,6 +66,12 @@ class Desk:
     def has_ended(self, op_id: str) -> bool:
         """Whether this op ended, as far as it is remembered."""
         return op_id in self._ended
+
+    def remember(self, request: Request, report: Report) -> None:
+        """How an op of a controller before this one ended."""
+        self._ended[request.op_id] = (request, report)
+        if len(self._ended) > MAX_ENDED_OPS:
+            self._ended.popitem(last=False)
 
     def repeat(self, request: Request, reply: str | None) -> Fault | bool:
         """True: the request is a repeat, and was joined or answered. False: it is new. A fault: its op_id was used."""
@@ -89,15 +100,15 @@ class Desk:
             return fault(FaultCode.BUSY, f"{MAX_QUERIES} ops run already", retryable=True)
         return None
 
-    def begin(self, op: Op, reply: str | None, work: Work, *, is_mutation: bool) -> None:
-        """Run `work` as this op. It was validated; `refusal` was None."""
+    def begin(self, op: Op, reply: str | None, work: Work, *, is_mutation: bool, record: Record | None = None) -> None:
+        """Run `work` as this op, after `record`. It was validated; `refusal` was None."""
         running = Running(op, is_mutation)
         self._running[op.op_id] = running
         op.join(reply)
         event = OpStarted(at=self._bus.clock.now(), op_id=op.op_id, op=op.name, caller=op.request.caller)
         tell_event(self._bus, self._namespace, event)
         _log.info("op %s: %s for %s", op.op_id, op.name, op.request.caller)
-        running.task = asyncio.get_running_loop().create_task(self._drive(running, work), name=f"op {op.op_id}")
+        running.task = asyncio.get_running_loop().create_task(self._drive(running, work, record), name=f"op {op.op_id}")
 
     async def aclose(self, limit_s: float) -> None:
         """Take back what runs, give that `limit_s`, then drop it. Nothing can begin any more.
@@ -116,10 +127,11 @@ class Desk:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _drive(self, running: Running, work: Work) -> None:
+    async def _drive(self, running: Running, work: Work, record: Record | None) -> None:
         op = running.op
         try:
-            report = await work(running)
+            problem = None if record is None else await self._try_record(op, record)
+            report = await work(running) if problem is None else self._unbegun(op, problem)
         except Exception:  # noqa: BLE001 - a bug of ours: the log has it, and whoever waits gets a report all the same
             _log.exception("op %s (%s)", op.op_id, op.name)
             report = self._broken(op)
@@ -127,9 +139,9 @@ class Desk:
             # Also when cancelled: the next op must not find this one in its way.
             del self._running[op.op_id]
         if op.name != "versions":  # a question may be asked again, and its answer changes
-            self._ended[op.op_id] = (op.request, report)
-            if len(self._ended) > MAX_ENDED_OPS:
-                self._ended.popitem(last=False)
+            self.remember(op.request, report)
+        if self._journal is not None and running.is_mutation:
+            self._journal.end(report)
         op.audience.tell(OpResult(report=report))
         event = OpEnded(
             at=self._bus.clock.now(),
@@ -143,14 +155,30 @@ class Desk:
         why = "" if report.fault is None else f": {report.fault.message}"
         _log.info("op %s: %s ended %s after %.3f s%s", op.op_id, op.name, report.status.value, report.took_s, why)
 
+    async def _try_record(self, op: Op, record: Record) -> Fault | None:
+        """Write it down; why that failed. An op that nobody could take over is better not begun."""
+        try:
+            await record()
+        except RLBusError as exc:
+            _log.error("op %s isn't begun: %s", op.op_id, exc)
+            return fault(FaultCode.NOT_RECORDED, f"the journal can't be written: {exc}", retryable=True)
+        return None
+
     def _broken(self, op: Op) -> Report:
+        why = fault(FaultCode.INTERNAL, "a bug in the controller; its log has the traceback")
+        return self._empty(op, OpStatus.FAILED, why)
+
+    def _unbegun(self, op: Op, why: Fault) -> Report:
+        return self._empty(op, OpStatus.REFUSED, why)
+
+    def _empty(self, op: Op, status: OpStatus, why: Fault) -> Report:
         op.finish()
         return Report(
             op_id=op.op_id,
             op=op.name,
-            status=OpStatus.FAILED,
+            status=status,
             outcomes=(),
             phases_s=dict(op.timings.phases_s),
             took_s=op.timings.took_s,
-            fault=fault(FaultCode.INTERNAL, "a bug in the controller; its log has the traceback"),
+            fault=why,
         )

@@ -112,6 +112,15 @@ class Registry:
         return self._version
 
     @property
+    def rolled_back_from(self) -> Version | None:
+        """The highest version that a rollback left behind, None if there was none since."""
+        return self._rolled_back_from
+
+    def restore(self, version: Version, rolled_back_from: Version | None) -> None:
+        """What the controller before us knew of the fleet's version; called before anybody is heard."""
+        self._version, self._rolled_back_from = version, rolled_back_from
+
+    @property
     def max_epoch(self) -> int:
         """Highest process group epoch that any worker named; a new group must be numbered above it."""
         return self._max_epoch

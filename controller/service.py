@@ -18,12 +18,14 @@ from rlbus.bus import Bus
 from rlbus.codec import MAX_MESSAGE_BYTES
 from rlbus.controller import admission
 from rlbus.controller.causes import fault
-from rlbus.controller.desk import Desk, Running
+from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op, publish, tell_event
 from rlbus.controller.op_ids import derive
 from rlbus.controller.registry import Change, Gone, Joined, Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
+from rlbus.controller.succession import Succession
 from rlbus.controller.update import UpdateRun
 from rlbus.controller.update_state import Group, Plan
 from rlbus.controller.verbs import FleetVerb
@@ -39,8 +41,10 @@ from rlbus.schemas import (
     FleetView,
     FlushFleet,
     GetFleet,
+    GetHistory,
     GetVersions,
     Hello,
+    HistoryView,
     ManifestPage,
     OpAccepted,
     PauseFleet,
@@ -98,21 +102,33 @@ class Settings:
 
 
 class Controller:
-    """One controller. `run` it; there must be one per namespace (a lease that ensures it comes with issue 3).
+    """One controller. `run` it; there must be one per namespace, which `rlbus.controller.reign` sees to by a lease.
 
-    Its term is the second of its start, so that one that was restarted is newer than the one before.
+    Its term is that of the lease. Without one (`rlbus controller --single`) it is the millisecond of its start, so that
+    one that was restarted is newer than the one before, with or without a lease (`rlbus.connecting.open_kv`).
+    `journal` is what it writes down and finds left behind; None: nothing.
     """
 
-    def __init__(self, bus: Bus, namespace: str, *, settings: Settings | None = None, term: int | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        namespace: str,
+        *,
+        settings: Settings | None = None,
+        term: int | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.settings = Settings() if settings is None else settings
         self.namespace = namespace
-        self.term = int(bus.clock.now()) if term is None else term
+        self.term = int(bus.clock.now() * 1000) if term is None else term
         self.registry = Registry(namespace)
+        # Set when requests are taken.
+        self.ready = asyncio.Event()
         # Requests that could not be decoded, or were on the wrong subject. Only grows.
         self.num_bad_requests = 0
         self._bus = bus
         self._line = Line(bus, namespace, self.term, self.registry)
-        self._desk = Desk(bus, namespace)
+        self._desk = Desk(bus, namespace, journal)
         self._waiting = WaitingRoom(self.registry, self.view)
         self._book = ManifestBook()
         # Pages of the manifest that was used last, cut once.
@@ -121,6 +137,16 @@ class Controller:
         self._greeted: set[str] = set()
         self._is_check_due = False
         self._num_hellos = 0
+        self._stop_s = self.settings.stop_s
+        self._succession: Succession | None = None
+        if journal is not None:
+            self._succession = Succession(
+                journal, bus, namespace, desk=self._desk, line=self._line, on_committed=self._committed
+            )
+
+    def abandon(self) -> None:
+        """Somebody else leads: when `run` is cancelled now, nothing is taken back, since that is theirs to do."""
+        self._stop_s = 0.0
 
     async def run(self) -> None:
         """Serve until cancelled; then take back what runs, within `settings.stop_s`.
@@ -130,21 +156,27 @@ class Controller:
         loop = asyncio.get_running_loop()
         stop_watching = self._bus.watch_connection(self._on_connection)
         subscriptions: list[Subscription] = [
-            self._bus.subscribe(subjects.all_workers(self.namespace), WorkerMessage, self._on_worker),
-            self._bus.subscribe(
-                subjects.all_control(self.namespace), ControlRequest, self._on_control, self._on_bad_request
-            ),
+            self._bus.subscribe(subjects.all_workers(self.namespace), WorkerMessage, self._on_worker)
         ]
+        known = () if self._succession is None else self._succession.restore()
         try:
-            self._greet(self.settings.components)
+            self._greet((*self.settings.components, *known))
+            if self._succession is not None:
+                await self._succession.listen()
+                self._succession.begin_takeovers()
+            requests = subjects.all_control(self.namespace)
+            subscriptions.append(self._bus.subscribe(requests, ControlRequest, self._on_control, self._on_bad_request))
+            self.ready.set()
             while True:
                 await asyncio.sleep(TICK_S)
                 self._take(self.registry.tick(loop.time()))
                 self._waiting.check()
+                if self._succession is not None:
+                    self._succession.keep_version()
         finally:
             self._waiting.refuse_all(fault(FaultCode.CANCELLED, "the controller is stopping", retryable=True))
             try:
-                await self._desk.aclose(self.settings.stop_s)
+                await self._desk.aclose(self._stop_s)
             finally:
                 for subscription in subscriptions:
                     subscription.unsubscribe()
@@ -239,6 +271,8 @@ class Controller:
                 self._put_page(request, message)
             case GetFleet():
                 self._reply(message, self.view())
+            case GetHistory():
+                self._tell_history(request, message)
             case CancelOp():
                 self._cancel(request, message)
             case SenderSignal():
@@ -279,6 +313,14 @@ class Controller:
             self._refuse(message, request.op_id, unknown_op)
             return
         self._reply(message, OpAccepted(op_id=request.op_id))
+
+    def _tell_history(self, request: GetHistory, message: Message) -> None:
+        if self._succession is None:
+            nothing = "this controller keeps no journal: it was started with --single"
+            self._refuse(message, request.op_id, fault(FaultCode.WRONG_STATE, nothing))
+            return
+        items = self._succession.journal.newest(max(1, request.limit))
+        self._reply(message, HistoryView(namespace=self.namespace, term=self.term, items=items))
 
     def _signal(self, request: SenderSignal, message: Message) -> None:
         running = self._desk.running(request.of_op_id)
@@ -341,7 +383,11 @@ class Controller:
         async def work(_: Running) -> Report:
             return await self._run_verb(op, request, members, version)
 
-        self._desk.begin(op, message.reply, work, is_mutation=is_mutation)
+        record: Record | None = None
+        if self._succession is not None and is_mutation:
+            given = version if isinstance(request, ReloadFleet) else None
+            record = self._succession.record(request, name, members, held=admission.held(members), version=given)
+        self._desk.begin(op, message.reply, work, is_mutation=is_mutation, record=record)
 
     async def _run_verb(
         self, op: Op, request: VerbRequest | ReloadFleet, members: Sequence[Member], version: Version
@@ -353,7 +399,7 @@ class Controller:
             case ReloadFleet():
                 report, is_committed = await verb.reload(request, version)
                 if is_committed:
-                    self.registry.committed(version)
+                    self._committed(version)
                 return report
             case _:
                 return await verb.plain(request)
@@ -382,7 +428,17 @@ class Controller:
         async def work(running: Running) -> Report:
             return await self._run_update(running, plan)
 
-        self._desk.begin(op, message.reply, work, is_mutation=True)
+        record: Record | None = None
+        if self._succession is not None:
+            held = [c.worker for c in plan.candidates if c.is_held]
+            version, epoch = request.version, plan.next_epoch
+            record = self._succession.record(request, op.name, members, held=held, version=version, epoch=epoch)
+        self._desk.begin(op, message.reply, work, is_mutation=True, record=record)
+
+    def _committed(self, version: Version) -> None:
+        self.registry.committed(version)
+        if self._succession is not None:
+            self._succession.keep_version()
 
     def _pages_of(self, digest: str, tensors: Sequence[TensorSpec]) -> tuple[ManifestPage, ...]:
         if not self._pages or self._pages[0].digest != digest:
@@ -392,6 +448,8 @@ class Controller:
     async def _run_update(self, running: Running, plan: Plan) -> Report:
         run = UpdateRun(running.op, self._line, plan)
         running.update = run
+        if self._succession is not None:
+            run.on_phase = self._succession.note_phase
         self.registry.saw_epoch(plan.next_epoch)
         try:
             state = await run.run()
@@ -399,6 +457,6 @@ class Controller:
             # Also when dropped half way: what stands then is as far as it came.
             self._group = standing_group(run.state)
             if has_committed(run.state):
-                self.registry.committed(plan.request.version)
+                self._committed(plan.request.version)
         running.op.finish()
         return update_report(state, running.op.timings)

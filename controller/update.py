@@ -6,6 +6,7 @@ whatever happens, the run ends within the op's deadline plus the bounds of windi
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
@@ -69,6 +70,8 @@ class UpdateRun:
 
     def __init__(self, op: Op, line: Line, plan: Plan) -> None:
         self.state = initial(plan)
+        # Called on each new phase with the state at its begin, before anything of it is sent.
+        self.on_phase: Callable[[UpdateState], None] | None = None
         self._op = op
         self._line = line
         self._loop = asyncio.get_running_loop()
@@ -176,6 +179,8 @@ class UpdateRun:
         if self.state.phase != self._op.phase and self.state.stage is not Stage.DONE:
             is_transfer = self.state.stage is Stage.RECEIVE
             total = self.state.plan.total_bytes if is_transfer else len(self.state.pending)
+            if self.on_phase is not None:
+                self.on_phase(self.state)
             self._op.enter(self.state.phase, total=total, unit="bytes" if is_transfer else "workers")
             _log.info("op %s: %s (after %s)", self._op.op_id, self.state.phase, before.value)
         self._watch_pauses()

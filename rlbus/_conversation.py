@@ -24,6 +24,7 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     FleetView,
+    HistoryView,
     OpProgress,
     OpResult,
     Refusal,
@@ -43,7 +44,8 @@ class Patience:
     `first_answer_s`: until the first reply; `lost_s`: since the last one, when the controller had spoken before.
     `grace_s`: beyond the request's deadline, in which the controller undoes what was begun (it takes at most 30 s and
     an ack limit for that, and tells progress all the while). `retry_s`: between two sends.
-    `awaits_controller`: that nobody listens is no error until the deadline (whoever waits for a fleet to come up).
+    `nobody_s`: that nobody listens before the first reply, for programs that outlive a controller; a person is told at
+    once. `awaits_controller`: that it is no error until the deadline (whoever waits for a fleet to come up).
     """
 
     silence_s: float = 5.0
@@ -51,10 +53,14 @@ class Patience:
     lost_s: float = 30.0
     grace_s: float = 40.0
     retry_s: float = 0.5
+    nobody_s: float = 0.0
     awaits_controller: bool = False
 
 
 DEFAULT_PATIENCE = Patience()
+# How long a trainer bears that there is no controller when it asks for something: a standby needs less than 5 s to take
+# over from a leader that died (rlbus.controller.leader).
+FAILOVER_S = 8.0
 # How long taking an op back may hold up whoever was cancelled.
 CANCEL_LIMIT_S = 5.0
 # A request that is sent at its very deadline is still given this long, so that it is answered rather than expired.
@@ -101,7 +107,7 @@ async def converse(
     *,
     on_reply: Callable[[ControlReply], None],
     patience: Patience = DEFAULT_PATIENCE,
-) -> OpResult | FleetView:
+) -> OpResult | FleetView | HistoryView:
     """Send `request` and hear it out; `on_reply` gets everything before the last reply. It must not block.
 
     Raises:
@@ -185,7 +191,8 @@ class _Wait:
         if self.heard_at is None:
             limit_s = deadline_s if self.patience.awaits_controller else min(deadline_s, self.patience.first_answer_s)
             is_over = now >= self.started + limit_s
-            if nobody and (is_over or not self.patience.awaits_controller):
+            has_no_hope = not self.patience.awaits_controller and now >= self.started + self.patience.nobody_s
+            if nobody and (is_over or has_no_hope):
                 return no_controller(self.namespace)
             if is_over:
                 return DeadlineError(op, limit_s, f"the controller of namespace {self.namespace} doesn't answer: {exc}")
@@ -198,7 +205,9 @@ class _Wait:
         return None
 
 
-async def _attempt(wait: _Wait, on_reply: Callable[[ControlReply], None]) -> OpResult | FleetView | Refusal:
+async def _attempt(
+    wait: _Wait, on_reply: Callable[[ControlReply], None]
+) -> OpResult | FleetView | HistoryView | Refusal:
     """One send, and its replies until the last one or a silence."""
     loop = asyncio.get_running_loop()
     subject = subjects.control(wait.namespace, op_name(wait.request))
@@ -207,6 +216,6 @@ async def _attempt(wait: _Wait, on_reply: Callable[[ControlReply], None]) -> OpR
         while True:
             reply = await stream.next(wait.limit_s(loop.time()))
             wait.heard_at = loop.time()
-            if isinstance(reply, OpResult | FleetView | Refusal):
+            if isinstance(reply, OpResult | FleetView | HistoryView | Refusal):
                 return reply
             on_reply(reply)

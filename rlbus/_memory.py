@@ -12,9 +12,13 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlbus._transport import Handler, Message
 from rlbus.errors import BrokenError, ClosedError, ConfigError, DeadlineError, PayloadTooLargeError
+
+if TYPE_CHECKING:
+    from rlbus._kv_memory import MemoryBucket
 
 _log = logging.getLogger("rlbus.memory")
 
@@ -130,6 +134,8 @@ class MemoryBroker:
     def __init__(self, *, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES, seed: int = 0) -> None:
         self.max_payload_bytes = max_payload_bytes
         self.seed = seed
+        # What `rlbus._kv_memory` keeps here, by name: it outlives connections.
+        self.buckets: dict[str, MemoryBucket] = {}
         self._interest = _Interest()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._wake: asyncio.Handle | None = None
@@ -235,6 +241,16 @@ class MemoryTransport:
         return self._is_connected
 
     @property
+    def broker(self) -> MemoryBroker:
+        """What it is connected to."""
+        return self._broker
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed for good."""
+        return self._is_closed
+
+    @property
     def max_payload_bytes(self) -> int:
         """The largest payload that the broker takes."""
         return self._broker.max_payload_bytes
@@ -307,6 +323,21 @@ class MemoryTransport:
         for subscription in list(self._subscriptions.values()):
             subscription.unsubscribe()
         self._fail_barriers(ClosedError("connection"))
+
+    async def travel(self, subject: str, until_s: float, *, outgoing: bool) -> bool:
+        """Pass the faults of this connection one way, for a call that isn't a message; whether it came through.
+
+        If not, returns only at `until_s` (loop time), when the caller gives up. Cancel: leaves nothing.
+        """
+        loop = asyncio.get_running_loop()
+        connection = self._connection
+        dues_s = self._faulty_dues(subject, outgoing=outgoing)
+        if dues_s:
+            await asyncio.sleep(max(0.0, min(*dues_s, until_s) - loop.time()))
+        if dues_s and min(dues_s) <= until_s and connection == self._connection and not self._is_partitioned:
+            return True
+        await asyncio.sleep(max(0.0, until_s - loop.time()))
+        return False
 
     def _set_connected(self, is_connected: bool) -> None:
         self._is_connected = is_connected

@@ -70,6 +70,7 @@ class _Publish:
     subject: str
     data: bytes
     reply: str | None
+    headers: dict[str, str] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -127,9 +128,9 @@ class NatsConnection:
         """What the server takes, less a reserve."""
         return int(self._client.max_payload) - PAYLOAD_RESERVE_BYTES
 
-    def publish(self, subject: str, data: bytes, reply: str | None) -> None:
+    def publish(self, subject: str, data: bytes, reply: str | None, headers: dict[str, str] | None = None) -> None:
         """Queue it for the writer. Raises BrokenError: lost, or MAX_OUTBOX_BYTES wait already."""
-        item = _Publish(subject, data, reply)
+        item = _Publish(subject, data, reply, headers)
         if self.lost.done():
             raise BrokenError(self._where, f"connection lost: {self.lost.result()}")
         if self._outbox_bytes + item.num_bytes > MAX_OUTBOX_BYTES:
@@ -282,7 +283,7 @@ class NatsConnection:
     async def _write_one(self, item: _Publish | _Native) -> None:
         if isinstance(item, _Publish):
             self._outbox_bytes -= item.num_bytes
-            await self._client.publish(item.subject, item.data, reply=item.reply or "")
+            await self._client.publish(item.subject, item.data, reply=item.reply or "", headers=item.headers)
         elif item.is_open:
             item.handle = await self._client.subscribe(
                 item.pattern,

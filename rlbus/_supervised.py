@@ -43,7 +43,7 @@ class Connection(Protocol):
         """The largest payload that the server takes."""
         ...
 
-    def publish(self, subject: str, data: bytes, reply: str | None) -> None:
+    def publish(self, subject: str, data: bytes, reply: str | None, headers: dict[str, str] | None = None) -> None:
         """Queue for writing, after all that was queued before. Raises BrokenError: lost, or too much is queued."""
         ...
 
@@ -151,8 +151,13 @@ class SupervisedTransport:
         self._num_inboxes += 1
         return f"{self._inbox_root}.{self._num_inboxes}"
 
-    def publish(self, subject: str, data: bytes, reply: str | None = None) -> None:
-        """See Transport. Also BrokenError: too much waits to be written. ConfigError: the subject is malformed."""
+    def publish(
+        self, subject: str, data: bytes, reply: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        """See Transport. Also BrokenError: too much waits to be written. ConfigError: the subject is malformed.
+
+        `headers` are for JetStream; all of them together must fit into 512 bytes, which is what is kept free for them.
+        """
         if self._is_closed:
             raise ClosedError("bus")
         _check_subject(subject)
@@ -163,7 +168,7 @@ class SupervisedTransport:
             raise BrokenError(self.where, "not connected; nothing was sent")
         if len(data) > self._max_payload_bytes:
             raise PayloadTooLargeError(f"message on {subject}", len(data), self._max_payload_bytes)
-        connection.publish(subject, data, reply)
+        connection.publish(subject, data, reply, headers)
 
     def subscribe(self, pattern: str, handler: Handler) -> _Subscription:
         """See Transport. Written before whatever is published next. ConfigError: the pattern is malformed."""

@@ -33,7 +33,9 @@ from rlbus.schemas import (
     FleetView,
     FlushFleet,
     GetFleet,
+    GetHistory,
     GetVersions,
+    HistoryView,
     OpProgress,
     OpResult,
     PauseFleet,
@@ -237,6 +239,17 @@ class FleetClient:
             GetFleet(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller), None, DEFAULT_PATIENCE
         )
 
+    async def history(self, limit: int = 20, *, deadline_s: float = QUESTION_DEADLINE_S) -> HistoryView:
+        """The newest ops of the controllers' journal. Cancel: leaves nothing.
+
+        Raises: as pause; WrongStateError: the controller keeps none.
+        """
+        request = GetHistory(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller, limit=limit)
+        last = await self._converse(request, None, DEFAULT_PATIENCE)
+        if not isinstance(last, HistoryView):
+            raise BrokenError(CONTROLLER, "answered a question about its journal with something else")
+        return last
+
     async def wait_ready(
         self,
         *,
@@ -311,7 +324,7 @@ class FleetClient:
 
     async def _converse(
         self, request: ControlRequest, on_progress: ProgressHandler | None, patience: Patience
-    ) -> OpResult | FleetView:
+    ) -> OpResult | FleetView | HistoryView:
         """Send, hear out, and take the op back when our caller is cancelled."""
 
         def on_reply(reply: ControlReply) -> None:

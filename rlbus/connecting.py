@@ -1,7 +1,13 @@
 """From a configuration to a connected Bus."""
 
+from typing import TYPE_CHECKING
+
 from rlbus.bus import Bus
 from rlbus.config import BusConfig
+from rlbus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlbus._kv_jetstream import JetStreamKv
 
 
 async def connect_bus(config: BusConfig, *, name: str) -> Bus:
@@ -17,3 +23,21 @@ async def connect_bus(config: BusConfig, *, name: str) -> Bus:
     from rlbus._nats import connect_nats
 
     return Bus(await connect_nats(config, name=name))
+
+
+async def open_kv(bus: Bus, namespace: str) -> "JetStreamKv":
+    """The store of `namespace` on the server that `bus` is connected to, made if it isn't there.
+
+    Its revisions begin at the date in milliseconds: they stay above those of a store that was lost, and above the terms
+    of controllers that ran without one, so that workers never take a new leader for an old one.
+
+    Raises:
+        ConfigError: the server has no JetStream; says how to enable it. BrokenError, DeadlineError: it fails.
+    Cancel: the store may be there.
+    """
+    from rlbus._kv_jetstream import JetStreamKv
+    from rlbus._supervised import SupervisedTransport
+
+    if not isinstance(bus.transport, SupervisedTransport):
+        raise ConfigError("transport", type(bus.transport).__name__, "a store needs a connection to a NATS server")
+    return await JetStreamKv.open(bus.transport, f"rlbus_{namespace}", int(bus.clock.now() * 1000))

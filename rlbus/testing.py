@@ -13,6 +13,7 @@ run(scenario())  # an hour of heartbeats takes no real time
 ```
 """
 
+from rlbus._kv_memory import MemoryKv
 from rlbus._memory import Faults, MemoryBroker, MemorySubscription, MemoryTransport
 from rlbus._virtual import LOOP_CLOCK_START, LoopClock, VirtualTimeLoop, run, sequential_ids
 
@@ -21,6 +22,7 @@ __all__ = [
     "Faults",
     "LoopClock",
     "MemoryBroker",
+    "MemoryKv",
     "MemorySubscription",
     "MemoryTransport",
     "VirtualTimeLoop",

@@ -17,7 +17,16 @@ from typing import Any
 
 import msgspec
 
-from rlbus._conversation import ProgressHandler, ask, converse, no_controller, show_progress, take_back
+from rlbus._conversation import (
+    FAILOVER_S,
+    Patience,
+    ProgressHandler,
+    ask,
+    converse,
+    no_controller,
+    show_progress,
+    take_back,
+)
 from rlbus._sending import SenderHalf, SenderState, SendOrder
 from rlbus.bus import Bus
 from rlbus.client import EVERYBODY, READY_DEADLINE_S, FleetClient, as_pause_mode
@@ -227,19 +236,19 @@ class Trainer:
         self._put_digest = manifest
 
     async def _put_page(self, message: PutManifestPage) -> None:
-        """One page, sent once more if its answer was lost: a repeat changes nothing."""
-        for is_last in (False, True):
+        """One page, sent again while its answer is lost or nobody leads, for FAILOVER_S: a repeat changes nothing."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + FAILOVER_S
+        while True:
             try:
                 await ask(self._bus, self._namespace, message, limit_s=PAGE_LIMIT_S)
                 return
             except BrokenError as exc:
-                if self._bus.transport.is_connected:
-                    raise no_controller(self._namespace) from exc
-                if is_last:
-                    raise
+                if loop.time() >= until_s:
+                    raise no_controller(self._namespace) if self._bus.transport.is_connected else exc from exc
                 await asyncio.sleep(RECONNECT_PAUSE_S)
             except DeadlineError:
-                if is_last:
+                if loop.time() >= until_s + PAGE_LIMIT_S:
                     raise
 
     async def _run(
@@ -274,7 +283,8 @@ class Trainer:
         self, request: UpdateWeights, half: SenderHalf, on_reply: Callable[[ControlReply], None]
     ) -> OpResult:
         try:
-            last = await converse(self._bus, self._namespace, request, on_reply=on_reply)
+            patience = Patience(nobody_s=FAILOVER_S)
+            last = await converse(self._bus, self._namespace, request, on_reply=on_reply, patience=patience)
         except (asyncio.CancelledError, DeadlineError, BrokenError):
             # Nobody will tell us any more when to leave, and nobody here waits for the op.
             await take_back(self._bus, self._namespace, request.op_id, self._caller)

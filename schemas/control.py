@@ -159,6 +159,12 @@ class SenderSignal(Request, frozen=True, kw_only=True, tag="sender"):
     fault: Fault | None = None
 
 
+class GetHistory(Request, frozen=True, kw_only=True, tag="history"):
+    """Ask for the newest `limit` ops of the journal. Answered with `HistoryView`."""
+
+    limit: int = 20
+
+
 ControlRequest = (
     PauseFleet
     | ResumeFleet
@@ -172,6 +178,7 @@ ControlRequest = (
     | ReloadFleet
     | CancelOp
     | SenderSignal
+    | GetHistory
 )
 
 
@@ -261,6 +268,37 @@ class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
     members: tuple[MemberView, ...]
 
 
+class HistoryItem(Wire, frozen=True, kw_only=True):
+    """One op of the journal. Dates in Unix seconds; `ended_at` and `status` are None while it runs.
+
+    `term` is the leader that began it; `settled_by` the one that finished it or took it back after that leader was gone
+    (None: nobody had to). `num_ok` of `num_workers` ended ok. `phase` is the last one that was written down.
+    """
+
+    op_id: OpId
+    op: str
+    caller: str
+    term: int
+    began_at: float
+    phase: str
+    num_workers: int
+    ended_at: float | None = None
+    status: OpStatus | None = None
+    num_ok: int = 0
+    version: Version | None = None
+    epoch: int | None = None
+    fault: Fault | None = None
+    settled_by: int | None = None
+
+
+class HistoryView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="history"):
+    """The newest ops of a namespace, newest first."""
+
+    namespace: Token
+    term: int
+    items: tuple[HistoryItem, ...]
+
+
 class OpAccepted(Wire, frozen=True, kw_only=True, tag_field="kind", tag="accepted"):
     """The request was validated and runs now."""
 
@@ -313,4 +351,4 @@ class Refusal(Wire, frozen=True, kw_only=True, tag_field="kind", tag="refusal"):
     fault: Fault
 
 
-ControlReply = OpAccepted | OpProgress | JoinTask | SendTask | LeaveTask | OpResult | Refusal | FleetView
+ControlReply = OpAccepted | OpProgress | JoinTask | SendTask | LeaveTask | OpResult | Refusal | FleetView | HistoryView

@@ -37,6 +37,8 @@ class FaultCode(enum.StrEnum):
     NO_ACK = "no_ack"  # silence within the ack limit
     STALLED = "stalled"  # no progress within the stall limit
     DEADLINE = "deadline"  # not finished within the deadline
+    NOT_RECORDED = "not_recorded"  # the controller could not write it into its journal, and so didn't begin
+    CONTROLLER_LOST = "controller_lost"  # the controller died in it; its successor settled what it found
     WORKER_LOST = "worker_lost"  # the worker died or said goodbye meanwhile
     CANCELLED = "cancelled"  # whoever asked took it back
     INTERNAL = "internal"  # a bug of ours; the log of the one who says it has the traceback

@@ -1,4 +1,4 @@
-"""Commands that ask the controller: workers, status, versions, pause, resume, flush, abort, update."""
+"""Commands that ask the controller: workers, status, history, versions, pause, resume, flush, abort, update."""
 
 import contextlib
 import sys
@@ -11,7 +11,7 @@ import typer
 from rlbus._conversation import ProgressHandler
 from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of, version_of
 from rlbus.cli.output import ExitCode, Output, exit_code_of_report
-from rlbus.cli.views import failure_text, present, show_report, show_status, show_workers
+from rlbus.cli.views import failure_text, present, show_history, show_report, show_status, show_workers
 from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, VERB_DEADLINE_S, FleetClient
 from rlbus.errors import ConfigError, DeadlineError
 from rlbus.schemas import FleetView, PauseMode, Report, Target
@@ -250,6 +250,30 @@ def status(
         else:
             show_status(out, view)
         return _code_of_view(view)
+
+    run_on_fleet(out, url, namespace, work)
+
+
+def history(
+    url: Url = None,
+    namespace: Namespace = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="How many.", min=1, max=256)] = 20,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Show what was done to the fleet: the journal, newest first.
+
+    Who asked for what and when, how it ended, and what a new controller had to settle.
+    """
+    out = Output(json)
+
+    async def work(fleet: FleetClient) -> ExitCode:
+        view = await fleet.history(limit, deadline_s=_deadline(deadline, QUESTION_DEADLINE_S))
+        if json:
+            out.document(view)
+        else:
+            show_history(out, view)
+        return ExitCode.OK
 
     run_on_fleet(out, url, namespace, work)
 

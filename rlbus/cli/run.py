@@ -96,7 +96,13 @@ def up(
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
             config = BusConfig(url=server.url, namespace=name)
 
+            is_told = False
+
             def on_ready(_controller: object) -> None:
+                nonlocal is_told
+                if is_told:  # it lost the lease for a while, and leads again
+                    return
+                is_told = True
                 if json:
                     out.document({"url": server.url, "namespace": name, "pid": os.getpid()})
                 out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={server.url}")
@@ -110,21 +116,40 @@ def up(
     run_command(out, lambda: until_stopped(serve()))
 
 
-def controller(url: Url = None, namespace: Namespace = None, json: Json = False) -> None:
-    """Run the controller of a namespace."""
+def controller(
+    url: Url = None,
+    namespace: Namespace = None,
+    single: Annotated[
+        bool,
+        typer.Option("--single", help="Without lease and journal, for a server without JetStream. Start only one."),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Run the controller of a namespace.
+
+    Started a second time, it stands by, and takes over when the first one is gone.
+    """
     out = Output(json)
     log_as_service()
+    is_told = False
 
     async def serve() -> None:
         config = BusConfig.from_env(url=url, namespace=namespace)
         from rlbus.controller.app import serve as serve_controller
 
-        def on_ready(_controller: object) -> None:
-            if json:
-                out.document({"namespace": config.namespace, "pid": os.getpid()})
-            out.line(f"controller of namespace {config.namespace} is up on {config.url}; Ctrl-C ends it")
+        def tell(role: str, line: str) -> None:
+            nonlocal is_told
+            if json and not is_told:
+                out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role})
+            is_told = True
+            out.line(f"controller of namespace {config.namespace} {line} on {config.url}; Ctrl-C ends it")
 
-        await serve_controller(config, on_ready=on_ready)
+        await serve_controller(
+            config,
+            on_ready=lambda _: tell("leader", "is up"),
+            on_standby=lambda lease: tell("standby", f"stands by for {lease.name}"),
+            is_single=single,
+        )
 
     run_command(out, lambda: until_stopped(serve()))
 

@@ -8,6 +8,8 @@ from rlbus.schemas import (
     AbortedData,
     FleetView,
     Generation,
+    HistoryItem,
+    HistoryView,
     Liveness,
     MemberView,
     Outcome,
@@ -49,6 +51,34 @@ def show_status(out: Output, view: FleetView) -> None:
         ranks = sum(m.descriptor.world_size for m in there if m.liveness is Liveness.ALIVE)
         out.line(f"{counted(len(there), 'worker')}, {num_admitted} admitted, {counted(ranks, 'live rank')}")
     show_workers(out, view)
+
+
+def show_history(out: Output, view: HistoryView) -> None:
+    """One line per op, newest first."""
+    if not view.items:
+        out.line(f"nothing was done yet in namespace {view.namespace}")
+        return
+    now = time.time()
+    head = ("BEGAN", "OP", "ID", "BY", "TERM", "STATUS", "WORKERS", "VERSION", "SECONDS", "NOTE")
+    out.table(head, [_history_row(item, now) for item in view.items])
+
+
+def _history_row(item: HistoryItem, now: float) -> Sequence[str]:
+    status = f"in {item.phase}" if item.status is None else item.status.value
+    notes = [] if item.settled_by is None else [f"taken over by term {item.settled_by}"]
+    notes += [] if item.fault is None else [f"{item.fault.message} [{item.fault.code.value}]"]
+    return (
+        f"{age(now - item.began_at)} ago",
+        item.op,
+        item.op_id,
+        item.caller,
+        str(item.term),
+        status,
+        f"{item.num_ok}/{item.num_workers}",
+        "" if item.version is None else str(item.version),
+        "" if item.ended_at is None else f"{item.ended_at - item.began_at:.2f}",
+        "; ".join(notes),
+    )
 
 
 def present(view: FleetView) -> list[MemberView]:

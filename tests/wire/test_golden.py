@@ -223,6 +223,40 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.ControllerEvent, s.OpEnded(at=1.5, op_id="op-1", op="pause", status="failed", took_s=0.5, fault=FAULT)),
 )
 
+HISTORY_ITEM = s.HistoryItem(
+    op_id="op-1",
+    op="update_weights",
+    caller="ann",
+    term=4,
+    began_at=1.5,
+    phase="commit",
+    num_workers=2,
+    ended_at=2.5,
+    status=s.OpStatus.PARTIAL,
+    num_ok=1,
+    version=V2,
+    epoch=3,
+    fault=FAULT,
+    settled_by=5,
+)
+EXAMPLES += (
+    (s.ControlRequest, s.GetHistory(**ASKED, limit=5)),
+    (s.ControlReply, s.HistoryView(namespace="prod", term=4, items=(HISTORY_ITEM,))),
+    (
+        s.JournalEntry,
+        s.JournalEntry(
+            item=HISTORY_ITEM,
+            request=s.FlushFleet(**ASKED, target=TARGET),
+            members=(s.worker_id("backend", "7"),),
+            held=(s.worker_id("backend", "7"),),
+            verified=(s.worker_id("backend", "7"),),
+            report=REPORT,
+        ),
+    ),
+    (s.FleetMark, s.FleetMark(term=4, version=V1, rolled_back_from=V2)),
+    (s.Lease, s.Lease(holder="h1", name="host/7", since=1.5)),
+)
+
 # Structs that are never sent as themselves: what others extend.
 BASES = {s.Wire, s.Body, s.Data, s.Answer, s.Request, s.WorkerEventBase, s.ControllerEventBase}
 

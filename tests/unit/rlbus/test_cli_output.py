@@ -3,11 +3,12 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 from rlbus.cli.options import target_of, version_of
 from rlbus.cli.output import ExitCode, Output, age, aligned, exit_code_of_error, exit_code_of_report, progress_text
-from rlbus.cli.views import present, show_report, show_status, warnings_of
+from rlbus.cli.views import present, show_history, show_report, show_status, warnings_of
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, PartialError, TransferError, error_from_fault
 from rlbus.schemas import (
     Descriptor,
@@ -15,6 +16,8 @@ from rlbus.schemas import (
     FaultCode,
     FleetView,
     Generation,
+    HistoryItem,
+    HistoryView,
     Liveness,
     MemberView,
     OpProgress,
@@ -218,6 +221,31 @@ def test_a_pause_says_how_long_it_holds(expires_at: float | None, text: str) -> 
     pause = PauseView(owner="u-pause", mode="keep", since=1000.0, expires_at=expires_at)
     (told,) = warnings_of(member(WeightsView(state=WeightsState.CLEAN), pause=pause), now=1030.0)
     assert told == f"is PAUSED by u-pause (keep) for 30 s, {text}"
+
+
+def test_history_shows_who_did_what_and_what_was_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line per op; one that runs has its phase instead of a status."""
+    fault = Fault(code=FaultCode.CONTROLLER_LOST, message="its controller died")
+    running = HistoryItem(
+        op_id="o2",
+        op="update_weights",
+        caller="ann",
+        term=4,
+        began_at=100.0,
+        phase="transfer",
+        num_workers=2,
+        version=Version(step=7),
+    )
+    ended = msgspec.structs.replace(
+        running, op_id="o1", op="pause", status=OpStatus.FAILED, ended_at=101.5, fault=fault, settled_by=9
+    )
+    items = (running, ended)
+    show_history(Output(False), HistoryView(namespace="n", term=9, items=items))
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert all(text in first for text in ("update_weights", "o2", "ann", "in transfer", "0/2", "0.7"))
+    assert all(text in second for text in ("failed", "1.50", "taken over by term 9", "its controller died"))
+    show_history(Output(False), HistoryView(namespace="n", term=9, items=()))
+    assert "nothing was done yet in namespace n" in capsys.readouterr().out
 
 
 def test_status_shows_whole_instance_ids_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:

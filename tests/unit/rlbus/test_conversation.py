@@ -50,6 +50,20 @@ def test_each_silence_ends_or_is_borne(
     assert end is None if ends_as is None else type(end) is ends_as
 
 
+@pytest.mark.parametrize(("now", "ends_as"), [(0.0, None), (7.9, None), (8.0, BrokenError)])
+def test_a_program_that_outlives_a_controller_bears_that_nobody_listens_for_a_while(
+    now: float, ends_as: type[RLBusError] | None
+) -> None:
+    """Until a standby has taken over; begun at 0 s, with 8 s of that patience."""
+
+    async def body() -> RLBusError | None:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            return _Wait(bus, "n", REQUEST, Patience(nobody_s=8.0), started=0.0).give_up(NOBODY, now)
+
+    end = run(body())
+    assert end is None if ends_as is None else type(end) is ends_as
+
+
 def test_a_disconnect_is_not_taken_for_a_missing_controller() -> None:
     """While our own connection is down nobody can be heard; that is borne like silence."""
 

@@ -54,6 +54,7 @@ CLASS_OF_CODE = {
     FaultCode.EXPIRED: errors.StaleError,
     FaultCode.STALE_TERM: errors.StaleError,
     FaultCode.STALE_EPOCH: errors.StaleError,
+    FaultCode.NOT_RECORDED: errors.RefusedError,
     FaultCode.BUSY: errors.BusyError,
     FaultCode.WRONG_STATE: errors.WrongStateError,
     FaultCode.DIRTY: errors.WrongStateError,

@@ -29,7 +29,7 @@ class FakeConnection:
         self.published: list[str] = []
         self._handlers: list[tuple[str, Handler]] = []
 
-    def publish(self, subject: str, data: bytes, reply: str | None) -> None:
+    def publish(self, subject: str, data: bytes, reply: str | None, headers: dict[str, str] | None = None) -> None:
         """See Connection."""
         self.published.append(subject)
         for pattern, handler in list(self._handlers):

@@ -1,0 +1,296 @@
+"""What a leader writes down so that the next one can finish it: its ops, and the fleet's version.
+
+Invariants: an op is written before it begins, and isn't begun if that fails; everything later is written behind it, in
+order, the newest state of each key, and never awaited by an op: acks don't wait for the store. So what is here may lag
+the fleet by a write, always in the direction that is safe: an op that had gone further is taken back rather than
+completed. A write that fails is tried again while we lead. One that finds another leader's ends our leadership.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from rlbus._clock import Clock
+from rlbus._kv import Kv
+from rlbus.codec import decode, encode
+from rlbus.errors import BrokenError, ConflictError, DeadlineError, DecodeError, PayloadTooLargeError
+from rlbus.schemas import (
+    FleetMark,
+    HistoryItem,
+    JournalEntry,
+    MutationRequest,
+    Outcome,
+    Report,
+    Version,
+    WorkerId,
+)
+
+_log = logging.getLogger("rlbus.controller")
+
+OPS = "op"
+VERSION_KEY = "version"
+# Ops that are kept; the oldest goes first.
+MAX_ENTRIES = 256
+# Entries that are read at once when a leader begins.
+READ_BATCH = 32
+# Before a write that failed is tried again, in seconds.
+RETRY_S = 0.25
+# How long what is still unwritten may hold up a clean stop.
+FLUSH_S = 1.0
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One op here and in the store; `revision` None: not there yet."""
+
+    entry: JournalEntry
+    revision: int | None
+
+
+class Journal:
+    """The journal of one leader. `open` it, run `run` beside the controller; the rest is called on the loop."""
+
+    def __init__(self, kv: Kv, clock: Clock, term: int) -> None:
+        self.term = term
+        self.mark: FleetMark | None = None
+        self._kv = kv
+        self._clock = clock
+        # By op id, oldest first.
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._mark_revision: int | None = None
+        self._unwritten: dict[str, None] = {}
+        self._to_delete: list[tuple[str, int]] = []
+        self._has_work = asyncio.Event()
+        self._is_written = asyncio.Event()
+        self._is_written.set()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Read everything; may be called again if it failed. Raises: as `Kv`. Cancel: leaves nothing."""
+        keys = await self._kv.keys(OPS)
+        kept: list[_Kept] = []
+        for start in range(0, len(keys), READ_BATCH):
+            found = await asyncio.gather(*(self._kv.get(key) for key in keys[start : start + READ_BATCH]))
+            for key, there in zip(keys[start : start + READ_BATCH], found, strict=True):
+                if there is None:
+                    continue
+                try:
+                    kept.append(_Kept(decode(there.value, JournalEntry, key), there.revision))
+                except DecodeError as exc:
+                    _log.error("journal: %s; left alone", exc)
+        self._kept.clear()
+        for one in sorted(kept, key=lambda k: k.entry.item.began_at):
+            self._kept[one.entry.item.op_id] = one
+        mark = await self._kv.get(VERSION_KEY)
+        if mark is not None:
+            self.mark, self._mark_revision = decode(mark.value, FleetMark, VERSION_KEY), mark.revision
+
+    @property
+    def entries(self) -> tuple[JournalEntry, ...]:
+        """All, oldest first."""
+        return tuple(kept.entry for kept in self._kept.values())
+
+    @property
+    def left_behind(self) -> tuple[JournalEntry, ...]:
+        """Ops of leaders before this one that have no end, oldest first."""
+        return tuple(e for e in self.entries if e.item.status is None and e.item.term < self.term)
+
+    def newest(self, limit: int) -> tuple[HistoryItem, ...]:
+        """For people, newest first."""
+        return tuple(entry.item for entry in reversed(self.entries[-limit:]))
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    async def begin(
+        self,
+        request: MutationRequest,
+        name: str,
+        members: tuple[WorkerId, ...],
+        *,
+        held: tuple[WorkerId, ...] = (),
+        version: Version | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Write down that this op begins, before it does.
+
+        Raises: BrokenError, DeadlineError: it may or may not be written; don't begin, and `end` it. ConflictError:
+            another leader wrote it. PayloadTooLargeError: it has too many members. Cancel: as for the first.
+        """
+        item = HistoryItem(
+            op_id=request.op_id,
+            op=name,
+            caller=request.caller,
+            term=self.term,
+            began_at=self._clock.now(),
+            phase="plan",
+            num_workers=len(members),
+            version=version,
+            epoch=epoch,
+        )
+        kept = _Kept(JournalEntry(item=item, request=request, members=members, held=held), None)
+        self._kept[request.op_id] = kept
+        self._forget_oldest()
+        kept.revision = await self._kv.create(_key(request.op_id), encode(kept.entry))
+
+    def take_over(self, op_id: str) -> None:
+        """An op that was left behind is ours now. A leader that wakes up and writes about it finds that out."""
+        kept = self._kept[op_id]
+        item = msgspec.structs.replace(kept.entry.item, settled_by=self.term)
+        kept.entry = msgspec.structs.replace(kept.entry, item=item)
+        self._soon(_key(op_id))
+
+    def note(
+        self, op_id: str, phase: str, *, epoch: int | None = None, verified: tuple[WorkerId, ...] | None = None
+    ) -> None:
+        """The op came this far."""
+        kept = self._kept.get(op_id)
+        if kept is None:
+            return
+        entry = kept.entry
+        item = msgspec.structs.replace(entry.item, phase=phase, epoch=entry.item.epoch if epoch is None else epoch)
+        kept.entry = msgspec.structs.replace(
+            entry, item=item, verified=entry.verified if verified is None else verified
+        )
+        self._soon(_key(op_id))
+
+    def end(self, report: Report) -> None:
+        """The op ended, with this report."""
+        kept = self._kept.get(report.op_id)
+        if kept is None:
+            return
+        item = msgspec.structs.replace(
+            kept.entry.item,
+            ended_at=self._clock.now(),
+            status=report.status,
+            num_ok=sum(o.outcome is Outcome.OK for o in report.outcomes),
+            epoch=kept.entry.item.epoch if report.epoch is None else report.epoch,
+            fault=report.fault,
+        )
+        kept.entry = msgspec.structs.replace(kept.entry, item=item, report=report)
+        self._soon(_key(report.op_id))
+
+    def set_version(self, version: Version, rolled_back_from: Version | None) -> None:
+        """The fleet's version is this now."""
+        mark = FleetMark(term=self.term, version=version, rolled_back_from=rolled_back_from)
+        if self.mark is None or (self.mark.version, self.mark.rolled_back_from) != (version, rolled_back_from):
+            self.mark = mark
+            self._soon(VERSION_KEY)
+
+    async def flush(self) -> None:
+        """Return when all is written, or after FLUSH_S. Cancel: leaves the rest unwritten."""
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self._is_written.wait()
+        except TimeoutError:
+            _log.warning("journal: %d entries weren't written in time", len(self._unwritten))
+
+    async def run(self) -> str:
+        """Write what changes, until another leader's write is found; says so. Cancel: the rest stays unwritten."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            while self._unwritten or self._to_delete:
+                try:
+                    await self._write_next()
+                except ConflictError as exc:
+                    return f"somebody else writes the journal: {exc}"
+                except (BrokenError, DeadlineError) as exc:
+                    _log.warning("journal: %s; trying again", exc)
+                    await asyncio.sleep(RETRY_S)
+            self._is_written.set()
+
+    def _soon(self, key: str) -> None:
+        self._unwritten[key] = None
+        self._is_written.clear()
+        self._has_work.set()
+
+    def _forget_oldest(self) -> None:
+        """Only what has ended, or its end would never be written."""
+        while len(self._kept) > MAX_ENTRIES:
+            op_id = next((o for o, k in self._kept.items() if k.entry.item.status is not None), None)
+            if op_id is None:
+                return
+            gone = self._kept.pop(op_id)
+            self._unwritten.pop(_key(op_id), None)
+            if gone.revision is not None:
+                self._to_delete.append((_key(op_id), gone.revision))
+                self._has_work.set()
+
+    async def _write_next(self) -> None:
+        if not self._unwritten:
+            key, revision = self._to_delete[0]
+            await self._kv.delete(key, revision)
+            self._to_delete.pop(0)
+            return
+        key = next(iter(self._unwritten))
+        if key == VERSION_KEY:
+            assert self.mark is not None
+            mark = self.mark
+            self._mark_revision = await self._put(key, encode(mark), self._mark_revision)
+            if mark is self.mark:
+                self._unwritten.pop(key, None)
+            return
+        kept = self._kept.get(key.removeprefix(f"{OPS}."))
+        if kept is None:
+            self._unwritten.pop(key, None)
+            return
+        entry = kept.entry
+        try:
+            kept.revision = await self._put(key, _encoded(entry), kept.revision)
+        except PayloadTooLargeError as exc:
+            _log.error("journal: %s; op %s isn't written", exc, entry.item.op_id)
+        if entry is kept.entry:
+            self._unwritten.pop(key, None)
+
+    async def _put(self, key: str, value: bytes, revision: int | None) -> int:
+        """Write over `revision`; over another one if that is our own, of a try whose answer was lost.
+
+        Raises: ConflictError: another leader's write stands there.
+        """
+        try:
+            if revision is None:
+                return await self._kv.create(key, value)
+            return await self._kv.update(key, value, revision)
+        except ConflictError:
+            there = await self._kv.get(key)
+            if there is None:
+                if revision is None:
+                    raise
+                return await self._kv.create(key, value)
+            if self._is_foreign(key, there.value):
+                raise
+            return await self._kv.update(key, value, there.revision)
+
+    def _is_foreign(self, key: str, value: bytes) -> bool:
+        """Whether a leader after this one wrote it."""
+        try:
+            if key == VERSION_KEY:
+                mark: FleetMark = decode(value, FleetMark, key)
+                return mark.term > self.term
+            entry: JournalEntry = decode(value, JournalEntry, key)
+        except DecodeError:
+            return True
+        return max(entry.item.term, entry.item.settled_by or 0) > self.term
+
+
+def _key(op_id: str) -> str:
+    return f"{OPS}.{op_id}"
+
+
+def _encoded(entry: JournalEntry) -> bytes:
+    """An entry whose report fits no message keeps the outcomes that aren't ok without their data, or none."""
+    try:
+        return encode(entry)
+    except PayloadTooLargeError:
+        report = entry.report
+        if report is None:
+            raise
+    bad = tuple(msgspec.structs.replace(o, data=None) for o in report.outcomes if o.outcome is not Outcome.OK)
+    try:
+        return encode(msgspec.structs.replace(entry, report=msgspec.structs.replace(report, outcomes=bad)))
+    except PayloadTooLargeError:
+        return encode(msgspec.structs.replace(entry, report=msgspec.structs.replace(report, outcomes=())))

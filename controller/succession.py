@@ -1,0 +1,123 @@
+"""One controller's place in the line of them: what it learns from its predecessor, and leaves to its successor."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from rlbus.bus import Bus
+from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.journal import Journal
+from rlbus.controller.line import Line
+from rlbus.controller.op import Op
+from rlbus.controller.registry import Member, Registry
+from rlbus.controller.takeover import COMMIT_PHASE, TakeOver
+from rlbus.controller.update_state import Stage, UpdateState
+from rlbus.schemas import JournalEntry, Report, Version, WorkerId, split_worker_id
+
+# What a new leader gives workers to answer its hello before it takes requests: an answer takes milliseconds. It waits
+# for the members of an op that was left behind, up to the second number.
+SETTLE_S = 0.3
+LOOK_S = 1.0
+
+
+class Succession:
+    """Reads and writes `journal` for one controller. Called on the loop; only `listen` waits.
+
+    `on_committed` is told the version that a settled op turned out to have given to workers.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        bus: Bus,
+        namespace: str,
+        *,
+        desk: Desk,
+        line: Line,
+        on_committed: Callable[[Version], None],
+    ) -> None:
+        self.journal = journal
+        self._bus = bus
+        self._namespace = namespace
+        self._desk = desk
+        self._line = line
+        self._registry: Registry = line.registry
+        self._on_committed = on_committed
+
+    # -- what was before ----------------------------------------------------------------------------------------------
+
+    def restore(self) -> tuple[str, ...]:
+        """Know what the leader before knew; the components to greet."""
+        mark, entries = self.journal.mark, self.journal.entries
+        if mark is not None:
+            self._registry.restore(mark.version, mark.rolled_back_from)
+        for entry in entries:
+            self._registry.saw_epoch(entry.item.epoch or 0)
+            if entry.report is not None:
+                self._desk.remember(entry.request, entry.report)
+        members = self._left_members().union(*(entry.members for entry in entries[-1:]))
+        return tuple(sorted({split_worker_id(worker)[0] for worker in members}))
+
+    async def listen(self) -> None:
+        """Give the workers time to answer the hello, or the first request would find nobody. Cancel: leaves nothing."""
+        loop = asyncio.get_running_loop()
+        members = self._left_members()
+        await asyncio.sleep(SETTLE_S)
+        until_s = loop.time() + LOOK_S - SETTLE_S
+        while loop.time() < until_s and any(self._registry.get(w) is None for w in members):  # noqa: ASYNC110 - bounded
+            await asyncio.sleep(SETTLE_S / 10)
+
+    def begin_takeovers(self) -> None:
+        """Settle what was left behind, one after the other, each as an op with the old one's id: whoever asks for that
+        again joins it, and others are told `busy`.
+        """
+        one_at_a_time = asyncio.Lock()
+        for entry in self.journal.left_behind:
+            self._begin_takeover(entry, one_at_a_time)
+
+    def _begin_takeover(self, entry: JournalEntry, one_at_a_time: asyncio.Lock) -> None:
+        op = Op(self._bus, self._namespace, entry.request, entry.item.op)
+        self.journal.take_over(op.op_id)
+
+        async def work(_: Running) -> Report:
+            async with one_at_a_time:
+                report, version = await TakeOver(op, self._line, self._registry, entry).run()
+            fleet = self._registry.version
+            if version is not None and (fleet is None or version > fleet):
+                self._on_committed(version)
+            return report
+
+        self._desk.begin(op, None, work, is_mutation=True)
+
+    def _left_members(self) -> set[WorkerId]:
+        return {worker for entry in self.journal.left_behind for worker in entry.members}
+
+    # -- what comes after ---------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        request: Any,
+        name: str,
+        members: Sequence[Member],
+        *,
+        held: Collection[WorkerId],
+        version: Version | None = None,
+        epoch: int | None = None,
+    ) -> Record:
+        """What writes an op down before it begins."""
+        names, paused = tuple(m.worker for m in members), tuple(sorted(held))
+        return lambda: self.journal.begin(request, name, names, held=paused, version=version, epoch=epoch)
+
+    def note_phase(self, state: UpdateState) -> None:
+        """Write down the phases that tell the next leader what may be done; behind the update, which doesn't wait."""
+        op_id = state.plan.request.op_id
+        if state.stage in (Stage.PAUSE, Stage.RECEIVE):
+            epoch = None if state.group is None else state.group.plan.epoch
+            self.journal.note(op_id, state.phase, epoch=epoch)
+        elif state.stage is Stage.COMMIT:
+            self.journal.note(op_id, COMMIT_PHASE, verified=tuple(sorted(state.pending)))
+
+    def keep_version(self) -> None:
+        """So that the next leader knows it even if no worker lives to tell (SCENARIOS 11)."""
+        if self._registry.version is not None:
+            self.journal.set_version(self._registry.version, self._registry.rolled_back_from)

@@ -1,0 +1,283 @@
+"""What a new leader does with an op that the one before left unfinished: ask its workers, then finish or take it back.
+
+Rules, those of an update that failed in the same place (`winding`): whoever is at the new version is let go; whoever
+has everything, and was verified before the old leader died, is committed (a repeat changes nothing); every other open
+session is aborted; who is untouched and was paused by this op generates again, unless others are at the new version
+already; torn ones stay paused. Every command carries the new term, so nothing that the old leader still sends counts.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.causes import fault
+from rlbus.controller.line import ENDING_S, Line, limits_until
+from rlbus.controller.op import Op
+from rlbus.controller.op_ids import PAUSE_STEP, derive
+from rlbus.controller.registry import Registry
+from rlbus.controller.report import status_of
+from rlbus.errors import BrokenError, RLBusError
+from rlbus.schemas import (
+    AbortWeights,
+    CommandBody,
+    CommitWeights,
+    DestroyGroup,
+    Fault,
+    FaultCode,
+    Generation,
+    GetStatus,
+    JournalEntry,
+    Outcome,
+    PauseFleet,
+    ReloadFleet,
+    Report,
+    ResumeFleet,
+    ResumeGeneration,
+    StatusData,
+    UpdateWeights,
+    Version,
+    WeightsState,
+    WorkerId,
+    WorkerOutcome,
+    WorkerStatus,
+)
+
+_log = logging.getLogger("rlbus.controller")
+
+# A worker that is still ending what the old leader asked for is asked again: 60 s in all, as in `winding`.
+MAX_TRIES = 120
+RETRY_S = 0.5
+PHASE = "take over"
+# The phase of the journal from which on `verified` may be committed.
+COMMIT_PHASE = "commit"
+# Weights that nobody may serve. Unknown ones are not among them: so are those that a worker was started with.
+TORN = (WeightsState.DIRTY, WeightsState.UPDATING)
+
+
+class TakeOver:
+    """One op that was left behind. `run` once, as the work of `op`, which has the old op's id and request."""
+
+    def __init__(self, op: Op, line: Line, registry: Registry, entry: JournalEntry) -> None:
+        self._op = op
+        self._line = line
+        self._entry = entry
+        self._registry = registry
+        self._loop = asyncio.get_running_loop()
+        self._num_steps = 0
+        # What each member says of itself; who isn't there or doesn't answer has no place in it.
+        self._seen: dict[WorkerId, WorkerStatus] = {}
+        self._silent: dict[WorkerId, Fault] = {}
+
+    async def run(self) -> tuple[Report, Version | None]:
+        """Settle it; the report, and the version that some worker is at because of it.
+
+        Cancel: what is being asked is dropped; the next leader finds it as it is then.
+        """
+        request, item = self._entry.request, self._entry.item
+        _log.warning("op %s (%s) was left behind by term %d in phase %s", item.op_id, item.op, item.term, item.phase)
+        self._op.enter(PHASE, total=len(self._entry.members))
+        await self._look()
+        match request:
+            case UpdateWeights():
+                pausing = await self._settle_update(request)
+                await self._free(may_be_old=request.require is not None)
+                await self._destroy(pausing)
+            case ReloadFleet():
+                await self._await_loads()
+                await self._free(may_be_old=False)
+            case PauseFleet():
+                await self._settle_pause(request)
+        report = self._report()
+        is_at = any(self._is_at_version(status) for status in self._seen.values())
+        return report, item.version if is_at else None
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Read every member's state from itself."""
+        there: list[WorkerId] = []
+        for worker in self._entry.members:
+            member = self._registry.get(worker)
+            if member is not None and member.gone is None:
+                there.append(worker)
+            else:
+                why = "it isn't there" if member is None else f"it is gone: {member.gone}"
+                self._silent[worker] = fault(FaultCode.WORKER_LOST, why, worker=worker)
+        self._seen.clear()
+        for worker, answer in (await self._ask("look", GetStatus(), there)).items():
+            if isinstance(answer.data, StatusData):
+                self._seen[worker] = answer.data.status
+            elif answer.fault is not None:
+                self._silent[worker] = answer.fault
+
+    async def _settle_update(self, request: UpdateWeights) -> list[WorkerId]:
+        """No session of it stays open: committed where that is proven to be right, aborted elsewhere.
+
+        Returns those that are still pausing: they have none, and only a resume ends that.
+        """
+        body = CommitWeights(update_op_id=request.op_id, version=request.version)
+        if self._entry.item.phase == COMMIT_PHASE:
+            received = [w for w in self._entry.verified if self._has(w, WeightsState.UPDATING)]
+            await self._ask("commit", body, received)
+            await self._look()
+        pausing = [w for w, status in self._seen.items() if status.op_id == derive(self._op.op_id, PAUSE_STEP)]
+        rest = [w for w, s in self._seen.items() if w not in pausing and not self._is_at_version(s)]
+        abort = AbortWeights(update_op_id=request.op_id, reason="its controller died")
+        # A join of the old leader may still run; what is open is closed once that has ended.
+        left = await self._until_free("abort", abort, rest, self._destroy)
+        if left:
+            _log.error("op %s: still busy: %s", self._op.op_id, ", ".join(left))
+        await self._destroy(rest)
+        await self._look()
+        return pausing
+
+    async def _destroy(self, workers: Sequence[WorkerId]) -> None:
+        """Nobody stays in the group of this update: its sender has no controller any more that knows of it."""
+        epochs = {s.epoch for w in workers if (s := self._seen.get(w)) is not None and s.epoch is not None}
+        if self._entry.item.epoch is not None:
+            epochs.add(self._entry.item.epoch)
+        for epoch in sorted(epochs):
+            await self._ask("leave", DestroyGroup(epoch=epoch), workers)
+
+    async def _await_loads(self) -> None:
+        """A folder that is being loaded can't be taken back; wait for it, as long as the op's own deadline allows."""
+        load_op_id = derive(self._op.op_id, "load")
+        while any(status.op_id == load_op_id for status in self._seen.values()):
+            if self._op.stopped.is_set() or self._loop.time() >= self._op.forward_until_s:
+                return
+            await asyncio.sleep(RETRY_S)
+            self._op.tick()
+            await self._look()
+
+    async def _settle_pause(self, request: PauseFleet) -> None:
+        """Everybody paused: it is done. Otherwise nobody is."""
+        if not self._silent and all(self._is_paused_by(s, request.caller) for s in self._seen.values()):
+            return
+        mine = [w for w, s in self._seen.items() if w not in self._entry.held and self._is_held_by_op(s, request)]
+        await self._until_free("undo", ResumeGeneration(), mine)
+        await self._look()
+
+    async def _free(self, *, may_be_old: bool) -> None:
+        """Let go whom this op paused, as far as its weights and those of the others allow it."""
+        has_new = any(self._is_at_version(status) for status in self._seen.values())
+        free: list[WorkerId] = []
+        for worker, status in self._seen.items():
+            is_served = self._is_at_version(status) or not has_new or may_be_old
+            if is_served and status.weights.state not in TORN and self._is_held_by_op(status, None):
+                free.append(worker)
+        await self._until_free("free", ResumeGeneration(), free)
+        await self._look()
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    async def _until_free(
+        self, step: str, body: CommandBody, workers: Sequence[WorkerId], before_retry: object = None
+    ) -> Sequence[WorkerId]:
+        """Ask until nobody says busy any more; who still does."""
+        left = workers
+        for _ in range(MAX_TRIES):
+            answers = await self._ask(step, body, left)
+            left = [w for w in left if answers[w].is_busy]
+            if not left:
+                break
+            if callable(before_retry):
+                await before_retry(left)
+            await asyncio.sleep(RETRY_S)
+            self._op.tick()
+        return left
+
+    async def _ask(self, step: str, body: CommandBody, workers: Iterable[WorkerId]) -> dict[WorkerId, StepAnswer]:
+        """One command under an op id of its own. While we are disconnected it is tried again, within ENDING_S."""
+        asked = list(workers)
+        if not asked:
+            return {}
+        self._num_steps += 1
+        until_s = self._loop.time() + ENDING_S
+        op_id = derive(self._op.op_id, f"t{self._line.term}-{self._num_steps}-{step}")
+        while True:
+            limits = limits_until(until_s, self._loop.time(), is_ending=True)
+            try:
+                return await self._line.ask(body, asked, op_id=op_id, limits=limits)
+            except BrokenError as exc:
+                if self._loop.time() >= until_s:
+                    return {w: unknown(fault(FaultCode.NO_ACK, f"nothing was sent: {exc}")) for w in asked}
+                await asyncio.sleep(RETRY_S)
+            except RLBusError as exc:
+                return {w: unknown(fault(FaultCode.INTERNAL, str(exc))) for w in asked}
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _has(self, worker: WorkerId, state: WeightsState) -> bool:
+        status = self._seen.get(worker)
+        return status is not None and status.weights.state is state
+
+    def _is_at_version(self, status: WorkerStatus) -> bool:
+        version = self._entry.item.version
+        return version is not None and status.weights.state is WeightsState.CLEAN and status.weights.version == version
+
+    def _is_paused_by(self, status: WorkerStatus, owner: str) -> bool:
+        return status.pause is not None and status.pause.owner == owner
+
+    def _is_held_by_op(self, status: WorkerStatus, request: PauseFleet | None) -> bool:
+        """Whether this op paused it, or is about to."""
+        step = derive(self._op.op_id, PAUSE_STEP)
+        return status.op_id == step or self._is_paused_by(status, step if request is None else request.caller)
+
+    # -- the report ---------------------------------------------------------------------------------------------------
+
+    def _report(self) -> Report:
+        self._op.finish()
+        request, item = self._entry.request, self._entry.item
+        outcomes = tuple(self._outcome(worker) for worker in self._entry.members)
+        needed = request.require if isinstance(request, UpdateWeights) else None
+        status = status_of(outcomes, len(outcomes) if needed is None else needed)
+        is_ok = all(o.outcome is Outcome.OK for o in outcomes)
+        why = f"its controller (term {item.term}) died in phase {item.phase}; the next one settled it"
+        return Report(
+            op_id=item.op_id,
+            op=item.op,
+            status=status,
+            outcomes=outcomes,
+            phases_s=dict(self._op.timings.phases_s),
+            took_s=self._op.timings.took_s,
+            fault=None if is_ok else fault(FaultCode.CONTROLLER_LOST, why, retryable=True, phase=item.phase),
+            version=item.version,
+            epoch=item.epoch,
+        )
+
+    def _outcome(self, worker: WorkerId) -> WorkerOutcome:
+        status = self._seen.get(worker)
+        if status is None:
+            why = self._silent.get(worker) or fault(FaultCode.NO_ACK, "it didn't answer")
+            return WorkerOutcome(worker=worker, outcome=Outcome.UNKNOWN, phase=PHASE, fault=why)
+        outcome, why_not = self._judge(worker, status)
+        return WorkerOutcome(worker=worker, outcome=outcome, phase=PHASE, fault=why_not)
+
+    def _judge(self, worker: WorkerId, status: WorkerStatus) -> tuple[Outcome, Fault | None]:
+        match self._entry.request:
+            case PauseFleet() as request:
+                return (Outcome.OK if self._is_paused_by(status, request.caller) else Outcome.UNDONE), None
+            case ResumeFleet():
+                if status.generation is Generation.RUNNING:
+                    return Outcome.OK, None
+                return Outcome.UNKNOWN, self._nobody_knows("it doesn't run")
+            case UpdateWeights() | ReloadFleet():
+                return self._judge_weights(worker, status)
+            case _:
+                return Outcome.UNKNOWN, self._nobody_knows("whether it was done before the controller died isn't known")
+
+    def _judge_weights(self, worker: WorkerId, status: WorkerStatus) -> tuple[Outcome, Fault | None]:
+        is_stuck = worker not in self._entry.held and self._is_held_by_op(status, None)
+        if status.weights.state in TORN:
+            message = "its controller died; weights are torn, and a full update or a reload makes them clean"
+            return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message, weights="torn", generation="paused")
+        if is_stuck:
+            message = "its controller died; it stays paused, since others are at the new version or it is still busy"
+            return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message, generation="paused")
+        if self._is_at_version(status):
+            return Outcome.OK, None
+        return Outcome.UNDONE, None
+
+    def _nobody_knows(self, message: str) -> Fault:
+        return fault(FaultCode.CONTROLLER_LOST, message, retryable=True)

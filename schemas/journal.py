@@ -1,0 +1,48 @@
+"""What a leader keeps in the store, so that the next can finish what it began. Only controllers use it."""
+
+from rlbus.schemas.base import Wire
+from rlbus.schemas.control import (
+    FlushFleet,
+    HistoryItem,
+    PauseFleet,
+    ReloadFleet,
+    Report,
+    ResumeFleet,
+    UpdateWeights,
+)
+from rlbus.schemas.ids import WorkerId
+from rlbus.schemas.weights import Version
+
+# Requests that change something on workers.
+MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet
+
+
+class JournalEntry(Wire, frozen=True, kw_only=True):
+    """One op: what was asked, of whom, how far it came, and its report once it has ended.
+
+    `held` are members that somebody else had paused before. `verified` are those that have everything and the sender's
+    checksums: whoever is named here may be committed.
+    """
+
+    item: HistoryItem
+    request: MutationRequest
+    members: tuple[WorkerId, ...]
+    held: tuple[WorkerId, ...] = ()
+    verified: tuple[WorkerId, ...] = ()
+    report: Report | None = None
+
+
+class FleetMark(Wire, frozen=True, kw_only=True):
+    """The fleet's version, by the leader of `term`; `rolled_back_from` is the highest one that a rollback left."""
+
+    term: int
+    version: Version
+    rolled_back_from: Version | None = None
+
+
+class Lease(Wire, frozen=True, kw_only=True):
+    """Who leads: `holder` is unique for each process. The revision of its first write is the term."""
+
+    holder: str
+    name: str
+    since: float
