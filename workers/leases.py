@@ -78,10 +78,17 @@ def _granted(state: WorkerState, lease_s: float | None, now: float) -> WorkerSta
 
 
 def ended(state: WorkerState, op_id: str) -> WorkerState:
-    """The lease's time is over; what follows from it is named after `op_id`."""
+    """The lease's time is over; what follows from it is named after `op_id`.
+
+    It ends the update that is open or running now, whose controller has let it down. An update that begins later, on
+    torn weights that kept the worker paused, has a controller that lives, and is none of this lease's business.
+    """
     if state.lease is None or state.lease.end_op_id is not None:
         return state
-    return replace(state, lease=replace(state.lease, end_op_id=op_id))
+    update = state.session.update_op_id if state.session is not None else None
+    if update is None and state.running is not None and isinstance(state.running.body, ReceiveWeights):
+        update = state.running.body.update_op_id
+    return replace(state, lease=replace(state.lease, end_op_id=op_id, end_update=update))
 
 
 def next_op(state: WorkerState) -> RunOwn | None:
@@ -91,6 +98,8 @@ def next_op(state: WorkerState) -> RunOwn | None:
         return None
     if state.session is not None:
         update = state.session.update_op_id
+        if update != lease.end_update:
+            return None
         body = AbortWeights(update_op_id=update, reason="the lease of its pause ended without renewal")
         return RunOwn(f"{lease.end_op_id}-abort", body)
     if state.weights.state is WeightsState.CLEAN:
@@ -110,13 +119,21 @@ def to_take_back(state: WorkerState) -> str | None:
     running = state.running
     if state.lease is None or state.lease.end_op_id is None or running is None:
         return None
-    is_untouched = state.weights.state is not WeightsState.UPDATING
-    return running.op_id if isinstance(running.body, ReceiveWeights) and is_untouched else None
+    if not isinstance(running.body, ReceiveWeights) or running.body.update_op_id != state.lease.end_update:
+        return None
+    return running.op_id if state.weights.state is not WeightsState.UPDATING else None
 
 
 def retried(state: WorkerState) -> WorkerState:
     """Its end could not be carried out: the lease goes on for a moment, and ends again."""
     return replace(state, lease=Lease(RETRY_S))
+
+
+def healed(state: WorkerState) -> WorkerState:
+    """The weights are clean again. A lease that had ended over torn ones goes on for a moment, so that whoever healed
+    them can also empty the caches before the worker resumes.
+    """
+    return state if state.lease is None or state.lease.end_op_id is None else retried(state)
 
 
 def work_of(running: Running | None, lease_s: float) -> WorkView | None:

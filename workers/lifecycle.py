@@ -319,7 +319,7 @@ def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
 
 def _clean(state: WorkerState, body: CommitWeights | LoadWeights) -> WorkerState:
     weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
-    return replace(state, weights=weights, session=None, prepared=None, owes_flush=True)
+    return leases.healed(replace(state, weights=weights, session=None, prepared=None, owes_flush=True))
 
 
 def _aborted(state: WorkerState, body: AbortWeights, event: Ended) -> WorkerState:

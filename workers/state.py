@@ -24,11 +24,13 @@ class Running:
 class Lease:
     """How long a pause holds from when this was made, in seconds of this process's own clock.
 
-    `end_op_id` is set when that time is over: what has to follow is named after it.
+    `end_op_id` is set when that time is over: what has to follow is named after it. `end_update` is the update that
+    was open or running then, if any: it is ended too, and no other.
     """
 
     lease_s: float
     end_op_id: str | None = None
+    end_update: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def test_a_load_is_not_cut_off_by_the_end_of_the_lease_and_flushes_before_it_res
         assert is_paused(rig)
         assert rig.agent.status().work is not None
         assert (await loading.result()).status is ResultStatus.OK
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(RETRY_S + 0.1)
         assert not is_paused(rig)
         assert [c for c in rig.engine.calls if c in ("flush_cache", "resume")] == ["flush_cache", "resume"]
         assert rig.agent.state.owes_flush is False
@@ -129,7 +129,7 @@ def test_dirty_weights_stay_paused_after_their_lease_and_a_later_load_sets_them_
         assert status.pause.expires_at is not None
         assert status.pause.expires_at < rig.bus.clock.now()
         assert (await rig.send(LoadWeights(path=folder, version=V2))).status is ResultStatus.OK
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(RETRY_S + 0.1)
         assert not is_paused(rig)
 
     on_worker(scenario, {"load_weights": {1: failing(after_parts=1)}}, AgentConfig(weight_roots=(folder,)))

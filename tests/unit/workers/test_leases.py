@@ -8,6 +8,7 @@ from rlbus.schemas import (
     AbortWeights,
     Command,
     CommandBody,
+    CommitWeights,
     FaultCode,
     FlushCache,
     GroupPlan,
@@ -55,6 +56,7 @@ LEASED = replace(
 )
 HELD = replace(SERVING, pause=PauseView(owner="ann", mode="keep", since=90.0))
 OVER = replace(LEASED, lease=Lease(30.0, "e"))
+OVER_IN_UPDATE = replace(LEASED, lease=Lease(30.0, "e", "u"))
 SESSION = Session("u", V1, before=CLEAN)
 RECEIVE = ReceiveWeights(update_op_id="u", epoch=3, version=V1, manifest_digest="d", bucket_bytes=8)
 LOAD = LoadWeights(path="/w", version=V1)
@@ -228,7 +230,7 @@ def test_what_is_queued_goes_first() -> None:
 def test_a_session_is_closed_and_then_clean_weights_are_resumed() -> None:
     """Untouched ones go on as they were; touched ones are dirty and stay."""
     closing = Running("e-abort", AbortWeights(update_op_id="u", reason="x"))
-    untouched = decide(replace(OVER, session=SESSION, running=closing), SessionClosed())[0]
+    untouched = decide(replace(OVER_IN_UPDATE, session=SESSION, running=closing), SessionClosed())[0]
     assert decide(untouched, Released("e-abort", NOW))[1] == (RESUME,)
     touched = decide(replace(OVER, session=SESSION, weights=UPDATING, running=closing), SessionClosed())[0]
     after, actions = decide(touched, Released("e-abort", NOW))
@@ -237,7 +239,7 @@ def test_a_session_is_closed_and_then_clean_weights_are_resumed() -> None:
 
 @pytest.mark.parametrize(
     ("state", "op_id"),
-    [(OVER, "e-resume"), (replace(OVER, session=SESSION), "e-abort")],
+    [(OVER, "e-resume"), (replace(OVER_IN_UPDATE, session=SESSION), "e-abort")],
 )
 def test_an_end_that_fails_is_tried_again_a_moment_later(state: WorkerState, op_id: str) -> None:
     """The engine refused to resume, or to close its session: never in a hot loop, never given up."""
@@ -269,3 +271,17 @@ def test_who_can_be_paused_can_be_renewed() -> None:
     """The route comes with the engine's."""
     assert "renew_lease" in ROUTES
     assert "renew_lease" not in served_routes(frozenset())
+
+
+def test_an_update_that_begins_after_the_lease_ended_is_left_alone() -> None:
+    """Torn weights kept the worker paused; whoever heals them is alive, and is not cut off by an old lease."""
+    torn = decide(replace(LEASED, weights=DIRTY), LeaseEnded("e", NOW))[0]
+    healing = replace(torn, weights=UPDATING, session=SESSION, running=Running("a", RECEIVE))
+    assert decide(replace(healing, weights=DIRTY), LeaseEnded("f", NOW))[1] == ()
+    after, actions = decide(healing, Released("a", NOW))
+    assert (after.session, after.running, actions) == (SESSION, None, ())
+    received = replace(after, session=replace(SESSION, is_received=True))
+    commit = CommitWeights(update_op_id="u", version=SESSION.version)
+    clean = decide(replace(received, running=Running("c", commit)), Ended("c", NOW))[0]
+    assert clean.lease == Lease(RETRY_S)  # time to flush; then it resumes by itself
+    assert decide(clean, Released("c", NOW))[1] == ()
