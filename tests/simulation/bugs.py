@@ -5,7 +5,7 @@ Nothing of this is in shipped code: a bug stands only while `planted` is open, i
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -73,7 +73,7 @@ def _obey_old_terms(stack: contextlib.ExitStack) -> None:
 
     def blind(state: Any, event: Any) -> Any:
         command = msgspec.structs.replace(event.command, term=max(event.command.term, state.term))
-        return refusal(state, type(event)(**{**_fields(event), "command": command}))
+        return refusal(state, replace(event, command=command))
 
     stack.enter_context(patch.object(lifecycle, "_refusal", blind))
 
@@ -82,13 +82,9 @@ def _obey_what_expired(stack: contextlib.ExitStack) -> None:
     refusal = lifecycle._refusal
 
     def blind(state: Any, event: Any) -> Any:
-        return refusal(state, type(event)(**{**_fields(event), "now": 0.0}))
+        return refusal(state, replace(event, now=0.0))
 
     stack.enter_context(patch.object(lifecycle, "_refusal", blind))
-
-
-def _fields(event: Any) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__dataclass_fields__}
 
 
 def _take_any_version(stack: contextlib.ExitStack) -> None:
