@@ -32,8 +32,13 @@ class StepAnswer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker refused only because something else still runs in it."""
-        return self.fault is not None and self.outcome is Outcome.REFUSED and self.fault.code is FaultCode.BUSY
+        """Whether the worker refused only because something else still runs in it, which ends by itself.
+
+        An update that is open there doesn't: somebody has to end it.
+        """
+        if self.fault is None or self.outcome is not Outcome.REFUSED:
+            return False
+        return self.fault.code is FaultCode.BUSY and "open" not in self.fault.detail
 
 
 def answer_of(gathered: Gathered) -> StepAnswer:

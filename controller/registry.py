@@ -1,8 +1,10 @@
 """Who is in the fleet, as announcements, goodbyes and time tell it. Pure: no I/O, the time is passed in.
 
-Invariants: a member is known by (component, instance id); a newer boot replaces an older one for good, and within a
-boot a larger `seq` wins; liveness follows from the member's own heartbeat interval; `admitted` is derived here and set
-nowhere. A silence that everybody shared because *we* were disconnected kills nobody: ages restart on reconnect.
+Invariants: a member is known by (component, instance id); a boot that is new here replaces the one before, and within
+a boot a larger `seq` wins. Boots have no order, and the first message of an older one may come after the newer one's:
+so one that was replaced is heard again when its successor has been silent until it counts as dead. Liveness follows
+from the member's own heartbeat interval; `admitted` is derived here and set nowhere. A silence that everybody shared
+because *we* were disconnected kills nobody: ages restart on reconnect.
 """
 
 from collections.abc import Iterable
@@ -157,10 +159,11 @@ class Registry:
         known = self._members.get(worker_id(message.descriptor.component, message.descriptor.instance_id))
         if known is None:
             return self._hear_stranger(message, now_s)
-        if message.boot_id in known.old_boots:
+        if message.boot_id in known.old_boots and known.liveness is not Liveness.DEAD:
             return ()
         if message.boot_id != known.boot_id:
-            old_boots = (*known.old_boots, known.boot_id)[-MAX_OLD_BOOTS:]
+            others = tuple(boot for boot in known.old_boots if boot != message.boot_id)
+            old_boots = (*others, known.boot_id)[-MAX_OLD_BOOTS:]
             member = self._place(message, now_s, old_boots)
             return (Joined(member, is_reboot=known.gone is None),)
         if known.liveness is Liveness.LEFT or message.seq <= known.seq:

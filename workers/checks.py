@@ -79,7 +79,11 @@ def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
     if state.session is not None:
         update = state.session.update_op_id
         return fault(
-            FaultCode.BUSY, f"update {update} is open; commit or abort it before resuming", op_id=update, retryable=True
+            FaultCode.BUSY,
+            f"update {update} is open; commit or abort it before resuming",
+            op_id=update,
+            open=update,
+            retryable=True,
         )
     return fault(
         FaultCode.DIRTY,

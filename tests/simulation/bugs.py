@@ -5,7 +5,7 @@ Nothing of this is in shipped code: a bug stands only while `planted` is open, i
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -73,7 +73,7 @@ def _obey_old_terms(stack: contextlib.ExitStack) -> None:
 
     def blind(state: Any, event: Any) -> Any:
         command = msgspec.structs.replace(event.command, term=max(event.command.term, state.term))
-        return refusal(state, type(event)(**{**_fields(event), "command": command}))
+        return refusal(state, replace(event, command=command))
 
     stack.enter_context(patch.object(lifecycle, "_refusal", blind))
 
@@ -82,13 +82,9 @@ def _obey_what_expired(stack: contextlib.ExitStack) -> None:
     refusal = lifecycle._refusal
 
     def blind(state: Any, event: Any) -> Any:
-        return refusal(state, type(event)(**{**_fields(event), "now": 0.0}))
+        return refusal(state, replace(event, now=0.0))
 
     stack.enter_context(patch.object(lifecycle, "_refusal", blind))
-
-
-def _fields(event: Any) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__dataclass_fields__}
 
 
 def _take_any_version(stack: contextlib.ExitStack) -> None:
@@ -98,14 +94,14 @@ def _take_any_version(stack: contextlib.ExitStack) -> None:
 
 
 BUGS = {
-    "admit-whatever-weights": Bug("I1", "workers are admitted whatever their weights are", 40, _admit_whatever_weights),
-    "verify-nothing": Bug("I2", "checksums of a transfer aren't compared", 40, _verify_nothing),
-    "resume-on-old-caches": Bug("I2", "a resume doesn't flush what is owed", 40, _resume_on_old_caches),
-    "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 40, _bury_the_living),
-    "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 40, _forget_what_ended),
+    "admit-whatever-weights": Bug("I1", "workers are admitted whatever their weights are", 60, _admit_whatever_weights),
+    "verify-nothing": Bug("I2", "checksums of a transfer aren't compared", 150, _verify_nothing),
+    "resume-on-old-caches": Bug("I2", "a resume doesn't flush what is owed", 60, _resume_on_old_caches),
+    "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 60, _bury_the_living),
+    "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 30, _forget_what_ended),
     "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 100, _obey_old_terms),
     "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 100, _obey_what_expired),
-    "take-any-version": Bug("I6", "nobody checks that versions grow", 40, _take_any_version),
+    "take-any-version": Bug("I6", "nobody checks that versions grow", 100, _take_any_version),
 }
 
 

@@ -158,6 +158,21 @@ def test_a_new_boot_replaces_the_old_for_good() -> None:
     assert member.boot_id == "new"
 
 
+def test_a_boot_that_was_replaced_is_heard_again_when_its_successor_is_dead() -> None:
+    """Its predecessor's first message came late, and looked like a newer boot's; the one that still speaks lives."""
+    registry = fleet(announcement("backend/1", boot_id="now", seq=5))
+    registry.hear(announcement("backend/1", boot_id="before", seq=1), 1.0)
+    assert registry.hear(announcement("backend/1", boot_id="now", seq=6), 2.0) == ()
+    registry.tick(100.0)
+    (change,) = registry.hear(announcement("backend/1", boot_id="now", seq=7), 100.0)
+    assert isinstance(change, Joined)
+    assert not change.is_reboot
+    assert registry.hear(announcement("backend/1", boot_id="before", seq=2), 101.0) == ()
+    member = registry.get(W1)
+    assert member is not None
+    assert (member.boot_id, member.gone) == ("now", None)
+
+
 def test_a_goodbye_takes_a_worker_out_at_once_and_only_its_own_boot_may_say_it() -> None:
     """The goodbye of a process that was replaced is not that of its successor."""
     registry = fleet(announcement("backend/1", boot_id="new"))

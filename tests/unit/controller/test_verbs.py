@@ -56,6 +56,13 @@ def test_the_first_thing_that_went_wrong_on_a_worker_stays() -> None:
     assert [c.code for c in book.causes] == [FaultCode.ENGINE_FAILED, FaultCode.NO_ACK]
 
 
+def test_an_update_that_is_open_is_not_waited_for() -> None:
+    """Busy with an op ends by itself; an open update only when somebody ends it."""
+    waits = fault(FaultCode.BUSY, "update u is open", op_id="u", open="u")
+    assert NO.is_busy
+    assert not StepAnswer(Outcome.REFUSED, waits).is_busy
+
+
 def test_a_refusal_on_a_changed_worker_is_a_failure() -> None:
     """Refused means that nothing has changed, which isn't so for one that has loaded new weights."""
     book = new_book([w(1), w(2)])

@@ -182,7 +182,7 @@ def test_resume_of_a_received_but_uncommitted_update_is_busy() -> None:
         refused = await rig.send(ResumeGeneration())
         assert code_of(refused) is FaultCode.BUSY
         assert refused.fault is not None
-        assert refused.fault.detail["op_id"] == "u"
+        assert refused.fault.detail == {"op_id": "u", "open": "u"}
 
     on_worker(scenario)
 
