@@ -152,7 +152,8 @@ def plan_update(
         total_bytes=sum(num_bytes(spec) for spec in tensors),
         pages=pages,
         candidates=tuple(
-            Candidate(m.worker, m.boot_id, m.descriptor.world_size, is_held=_is_held(m)) for m in _in_order(members)
+            Candidate(m.worker, m.boot_id, m.descriptor.world_size, _is_held(m), m.status.weights.version)
+            for m in _in_order(members)
         ),
         next_epoch=registry.max_epoch + 1,
         group_timeout_s=max(group_timeout_s, request.stall_s),

@@ -136,11 +136,14 @@ def _aborted(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
 def _settled(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     """Take the worker's own word for what its weights are; without a word they count as torn.
 
-    One whose commit wasn't heard of may well have the new version: then nothing is wrong with it.
+    One whose commit wasn't heard of may well have the new version: then nothing is wrong with it. One that had the same
+    version before (the same step given again) is only as it was, unless a commit was asked for.
     """
     damage = Damage.TORN
+    new = state.plan.request.version
     if answer.is_ok and isinstance(answer.data, WeightsData) and answer.data.weights.state is WeightsState.CLEAN:
-        if answer.data.weights.version == state.plan.request.version:
+        may_be_committed = seat.candidate.version != new or (seat.blame is not None and seat.blame.phase == "commit")
+        if answer.data.weights.version == new and may_be_committed:
             return Note(replace(seat, damage=Damage.COMMITTED, blame=None))
         damage = Damage.NONE
     return _blame_answer(state, replace(seat, damage=damage), answer)

@@ -24,6 +24,7 @@ from rlbus.schemas import (
     TensorSpec,
     TensorSum,
     UpdateWeights,
+    Version,
     WorkerId,
     worker_id,
 )
@@ -137,12 +138,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that the update addresses. `is_held`: somebody else had paused it before, and keeps it so."""
+    """A worker that the update addresses. `is_held`: somebody else had paused it before, and keeps it so.
+
+    `version` is what it had before: after a failure, having the new version proves a commit only if that is another.
+    """
 
     worker: WorkerId
     boot_id: str
     world_size: int
     is_held: bool = False
+    version: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """The update transaction after the first byte: damage decides; and what taking an op back leaves at each stage."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlbus.controller.answers import StepAnswer
@@ -316,3 +318,17 @@ def test_once_all_is_verified_there_is_no_way_back(stop: StopAsked, stage: Stage
     play.to(stage)
     assert play.feed(stop) == ()
     assert play.report().status is OpStatus.OK
+
+
+def test_having_the_version_from_before_is_no_proof_of_a_commit() -> None:
+    """The same step given again (a rollback to what is served) that fails before a byte is not ok (simulation, 709)."""
+    plan = plan_of(W1)
+    again = replace(plan, candidates=tuple(replace(c, version=V7) for c in plan.candidates))
+    play = Play(again)
+    start_sending(play)
+    play.answer({W1: failed()})
+    play.to(Stage.SETTLE)
+    play.answer({W1: weights_are(WeightsState.CLEAN, V7)})
+    play.to(Stage.DONE)
+    report = play.report()
+    assert (report.status, outcomes_of(report)) == (OpStatus.FAILED, {W1: ("failed", "transfer")})
