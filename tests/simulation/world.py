@@ -387,7 +387,8 @@ class World:
         if controller is not self._controller:
             return
         is_right = worker.is_running and worker.engine.truth_version == (weights.version or Version())
-        if is_right or not member.admitted:
+        # While the controller itself is cut off, nobody's silence counts, on purpose.
+        if is_right or not member.admitted or not controller.transport.is_connected:
             worker.wrong_since_s = None
             return
         now_s = self.truth.now_s
