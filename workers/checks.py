@@ -15,6 +15,7 @@ from rlbus.schemas import (
     GroupPlan,
     InitGroup,
     LoadWeights,
+    PrepareReload,
     PrepareWeightsUpdate,
     ReceiveWeights,
     ResumeGeneration,
@@ -189,6 +190,10 @@ def _check_load(state: WorkerState, body: LoadWeights) -> Fault | None:
     return _check_paused(state) or _check_version(state, body.version, body.allow_rollback)
 
 
+def _check_prepare_reload(state: WorkerState, body: PrepareReload) -> Fault | None:
+    return _check_version(state, body.version, body.allow_rollback)
+
+
 def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
     return fault(
         FaultCode.STALE_EPOCH,
@@ -204,5 +209,6 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     InitGroup: _check_init,
     ReceiveWeights: _check_receive,
     CommitWeights: _check_commit,
+    PrepareReload: _check_prepare_reload,
     LoadWeights: _check_load,
 }
