@@ -106,7 +106,7 @@ def verb_report(
     """The report of a fleet verb, which needs every addressed worker."""
     listed = tuple(outcomes.values())
     status = status_of(listed, len(listed))
-    if not any(o.outcome is Outcome.OK for o in listed) and all(o.outcome is Outcome.REFUSED for o in listed):
+    if {o.outcome for o in listed} in ({Outcome.REFUSED}, {Outcome.REFUSED, Outcome.SKIPPED}):
         status = OpStatus.REFUSED
     return Report(
         op_id=op_id,

@@ -1,8 +1,8 @@
 """Fleet verbs: one op on many workers, with a report that has one outcome for each.
 
-A pause that half succeeds is undone on those that were paused by it and those that may have been; a reload is pause ->
-load -> flush -> resume with the rules of an update: who is at the new version runs, who is untouched goes back to what
-was (unless others are at the new version already), who is torn stays paused.
+A pause that half succeeds is undone on those that were paused by it and those that may have been; a reload is check ->
+pause -> load -> flush -> resume with the rules of an update: who is at the new version runs, who is untouched goes back
+to what was (unless others are at the new version already), who is torn stays paused.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from rlbus.schemas import (
     Outcome,
     PauseFleet,
     PauseGeneration,
+    PrepareReload,
     ReloadFleet,
     RenewLease,
     Report,
@@ -148,8 +149,14 @@ class FleetVerb:
     async def reload(self, request: ReloadFleet, version: Version) -> tuple[Report, bool]:
         """Load a folder everywhere; the report, and whether anybody is at `version` now.
 
+        Everybody looks at the folder before anybody is paused: what one would refuse changes nothing on any.
         Once loading has begun it isn't taken back: there is no half loaded model to go back from. Cancel: as `plain`.
         """
+        check = PrepareReload(path=request.path, version=version, allow_rollback=request.allow_rollback)
+        answers = await self._ask("check", "check", check, self._workers)
+        self._book.note("check", {w: a for w, a in answers.items() if not a.is_ok})
+        if self._is_over():
+            return self._report(version=version), False
         owner = derive(self._op.op_id, PAUSE_STEP)
         async with renewing(self._line, self._op.op_id, owner, lambda: sorted(self._holding)):
             return await self._reload(request, version)

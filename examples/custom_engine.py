@@ -105,6 +105,10 @@ class Ticker:
     async def abort_update(self) -> None:
         """Nothing to abort."""
 
+    async def check_checkpoint(self, path: str) -> None:
+        """Not served."""
+        raise refused(FaultCode.NO_ROUTE, "a ticker has no weights")
+
     async def load_weights(self, path: str, version: Version) -> None:
         """Not served."""
         raise refused(FaultCode.NO_ROUTE, "a ticker has no weights")

@@ -95,7 +95,11 @@ class Child:
         return self._process.stdout
 
     async def wait(self) -> int:
-        """Wait for its end. Cancel: leaves the child running."""
+        """Wait for its end. Cancel: leaves the child running.
+
+        With stdout=PIPE it waits also for every grandchild that inherited the pipe: asyncio of Python 3.11 reports an
+        end only when the pipes are closed too. A pipe of the caller's own, as the vLLM supervisor's, avoids that.
+        """
         return await self._process.wait()
 
     async def stop(self, limit_s: float = STOP_S) -> int:

@@ -15,18 +15,27 @@ import shutil
 import signal
 import sysconfig
 import tempfile
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 from urllib.parse import quote
 
 from rlbus._process import Child
-from rlbus.errors import BrokenError, ConfigError, DeadlineError
+from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError
 
 START_S = 10.0
 STOP_S = 5.0
 # How often the ports file is looked for while the server starts; it is there after about 10 ms.
 POLL_S = 0.01
 MAX_PAYLOAD_BYTES = 1 << 20
+# A server that ended by itself is started again at most so often within so many seconds, after a pause.
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+RESTART_PAUSE_S = 0.5
+# What nats-server logs, after the operating system, when it can't listen.
+PORT_IN_USE = "address already in use"
 
 
 class EmbeddedServer:
@@ -124,6 +133,39 @@ class EmbeddedServer:
         await self.stop()
         await self.start()
 
+    async def supervise(self, on_restart: Callable[[str], None]) -> NoReturn:
+        """Start it again whenever it ends by itself, on the same port with the same store. `rlbus up` runs this.
+
+        `on_restart` is told in one line what ended and how, before the start.
+
+        Raises:
+            BrokenError: it ended more than MAX_RESTARTS times in RESTART_WINDOW_S; with the tail of its log.
+        Cancel: leaves the server as it is. Cancel it before `stop`.
+        """
+        loop = asyncio.get_running_loop()
+        ends_s: deque[float] = deque()
+        child = self._child
+        if child is None:
+            raise BrokenError("embedded NATS server", "not running")
+        how = f"ended with status {await child.wait()}"
+        while True:
+            while ends_s and loop.time() - ends_s[0] > RESTART_WINDOW_S:
+                ends_s.popleft()
+            if len(ends_s) >= MAX_RESTARTS:
+                text = f"{how}, after {MAX_RESTARTS} restarts in {RESTART_WINDOW_S:g} s; its log ends:"
+                raise BrokenError("nats-server", f"{text}\n{child.log_tail(5)}")
+            ends_s.append(loop.time())
+            on_restart(f"nats-server {how}; starting it again on port {self.port}")
+            await asyncio.sleep(RESTART_PAUSE_S)
+            try:
+                await self.start()
+            except RLBusError as exc:
+                how = f"did not start ({str(exc).splitlines()[0]})"
+            else:
+                child = self._child
+                assert child is not None
+                how = f"ended with status {await child.wait()}"
+
     async def aclose(self) -> None:
         """Stop it and remove what was temporary. Idempotent. Cancel: the process is killed."""
         try:
@@ -196,7 +238,10 @@ class EmbeddedServer:
                     await asyncio.sleep(POLL_S)
         except TimeoutError as exc:
             raise DeadlineError("starting nats-server", START_S, child.log_tail()) from exc
-        raise BrokenError("nats-server", f"ended with status {child.returncode}: {child.log_tail(5)}")
+        tail = child.log_tail(5)
+        if self.port and PORT_IN_USE in tail:
+            raise ConfigError("port", self.port, f"it is in use on {self.host}; choose another, or 0 for a free one")
+        raise BrokenError("nats-server", f"ended with status {child.returncode}: {tail}")
 
 
 def _announced_port(folder: Path) -> int | None:

@@ -138,6 +138,17 @@ class AbortWeights(Body, frozen=True, kw_only=True, tag="abort_weights_update"):
     reason: str
 
 
+class PrepareReload(Body, frozen=True, kw_only=True, tag="prepare_weights_reload"):
+    """Check, without any side effect, that this folder could be loaded: root, files, tensors, version.
+
+    Refused with `manifest_mismatch` if it is missing, incomplete, or doesn't fit the model. Needs no pause.
+    """
+
+    path: str
+    version: Version
+    allow_rollback: bool = False
+
+
 class LoadWeights(Body, frozen=True, kw_only=True, tag="update_weights_from_disk"):
     """Load a safetensors folder that the worker can read (below one of its configured roots), and become clean.
 
@@ -173,6 +184,7 @@ CommandBody = (
     | ReceiveWeights
     | CommitWeights
     | AbortWeights
+    | PrepareReload
     | LoadWeights
     | GetVersion
     | GetChecksums

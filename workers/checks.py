@@ -16,6 +16,7 @@ from rlbus.schemas import (
     InitGroup,
     LoadWeights,
     PauseGeneration,
+    PrepareReload,
     PrepareWeightsUpdate,
     ReceiveWeights,
     ResumeGeneration,
@@ -208,6 +209,10 @@ def _check_load(state: WorkerState, body: LoadWeights) -> Fault | None:
     return _check_paused(state) or _check_version(state, body.version, body.allow_rollback)
 
 
+def _check_prepare_reload(state: WorkerState, body: PrepareReload) -> Fault | None:
+    return _check_version(state, body.version, body.allow_rollback)
+
+
 def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
     return fault(
         FaultCode.STALE_EPOCH,
@@ -224,5 +229,6 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     InitGroup: _check_init,
     ReceiveWeights: _check_receive,
     CommitWeights: _check_commit,
+    PrepareReload: _check_prepare_reload,
     LoadWeights: _check_load,
 }

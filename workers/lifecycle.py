@@ -64,6 +64,8 @@ from rlbus.workers.state import Prepared, Running, Session, WorkerState
 AGENT_ROUTES = QUERY_ROUTES
 # Routes that belong to one another: whoever can receive can also prepare, commit, abort, and form the group.
 _RECEIVE_ROUTE = "update_weights_from_distributed"
+_LOAD_ROUTE = "update_weights_from_disk"
+RELOAD_ROUTES = frozenset({"prepare_weights_reload", _LOAD_ROUTE})
 UPDATE_ROUTES = frozenset(
     {
         "put_manifest",
@@ -78,10 +80,13 @@ UPDATE_ROUTES = frozenset(
 
 
 def served_routes(engine_routes: frozenset[str]) -> frozenset[str]:
-    """Every route of a worker: the engine's, the agent's own, and the whole update if the engine can receive."""
+    """Every route of a worker: the engine's, the agent's own, the whole update if the engine can receive, and the check
+    of a folder if it can load one.
+    """
     update = UPDATE_ROUTES if _RECEIVE_ROUTE in engine_routes else frozenset()
     lease = frozenset({"renew_lease"}) if "pause_generation" in engine_routes else frozenset()
-    return AGENT_ROUTES | engine_routes | update | lease
+    reload = RELOAD_ROUTES if _LOAD_ROUTE in engine_routes else frozenset()
+    return AGENT_ROUTES | engine_routes | update | lease | reload
 
 
 def decide(state: WorkerState, event: Event) -> Decision:

@@ -25,6 +25,7 @@ from rlbus.schemas import (
     LoadWeights,
     PauseGeneration,
     PauseMode,
+    PrepareReload,
     PrepareWeightsUpdate,
     ReceiveWeights,
     ResultData,
@@ -115,6 +116,9 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
             session = around.state.session
             if session is not None and session.update_op_id == body.update_op_id:
                 await _close_session(engine, around)
+        case PrepareReload():
+            await _check_path(body.path, around)
+            await engine.check_checkpoint(body.path)
         case LoadWeights():
             return await _load(engine, op_id, body, around)
         case GetChecksums():
@@ -174,11 +178,15 @@ async def _receive(engine: Engine, body: ReceiveWeights, around: Surroundings) -
     return await engine.receive_weights(order, around.on_ready, around.on_progress)
 
 
-async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundings) -> ResultData:
+async def _check_path(path: str, around: Surroundings) -> None:
     # In a thread: a path on a dead file server would stop heartbeats and all.
-    problem = await asyncio.to_thread(path_problem, body.path, around.weight_roots)
+    problem = await asyncio.to_thread(path_problem, path, around.weight_roots)
     if problem is not None:
         raise error_from_fault(problem)
+
+
+async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundings) -> ResultData:
+    await _check_path(body.path, around)
     await _check_stands_still(around)
     around.accept()
     if around.state.session is not None:

@@ -1,4 +1,4 @@
-"""A worker as a process: start the engine, join the bus, serve until told to stop, leave nothing behind.
+"""A worker as a process: join the bus, start the engine, serve until told to stop, leave nothing behind.
 
 The order of the end matters: the agent says goodbye while the engine still stands, then the engine goes, then the
 connection. Each step runs even if the one before failed, and each is bounded.
@@ -55,22 +55,24 @@ async def serve(
     stop = _Stop()
     with _signals(stop) if handle_signals else nullcontext():
         try:
-            await _start(engine, start_s)
+            # Before the engine, which may load for minutes: a bus that can't be reached is told at once.
             async with await connect_bus(bus_config, name=f"worker-{identity.component}-{identity.instance_id}") as bus:
-                stop.agent = agent = Agent(
-                    engine,
-                    bus,
-                    namespace=bus_config.namespace,
-                    component=identity.component,
-                    instance_id=identity.instance_id,
-                    config=agent_config,
-                )
-                await _run(agent, on_ready)
+                try:
+                    await _start(engine, start_s)
+                    stop.agent = agent = Agent(
+                        engine,
+                        bus,
+                        namespace=bus_config.namespace,
+                        component=identity.component,
+                        instance_id=identity.instance_id,
+                        config=agent_config,
+                    )
+                    await _run(agent, on_ready)
+                finally:
+                    await _close(engine)
         except asyncio.CancelledError:
             if not stop.take_early():
                 raise
-        finally:
-            await _close(engine)
 
 
 async def _start(engine: Engine, start_s: float) -> None:

@@ -18,6 +18,9 @@ from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
 from rlbus.schemas import Target, Version, WorkerId, is_instance_id, is_token, split_worker_id
 
+# Below it no answer can come back, in seconds.
+MIN_DEADLINE_S = 0.1
+
 Url = Annotated[
     str | None,
     typer.Option("--url", metavar="URL", help="nats://[token@]host:port of the server. [env: RLBUS_URL]"),
@@ -27,9 +30,20 @@ Namespace = Annotated[
     typer.Option("--namespace", "-n", metavar="NAME", help="The fleet. [env: RLBUS_NAMESPACE] [default: default]"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout, and nothing else.")]
+
+
+def _check_deadline(given: float | None) -> float | None:
+    """Not `min`, which lets nan and infinity pass."""
+    if given is not None and not MIN_DEADLINE_S <= given < float("inf"):
+        raise typer.BadParameter(f"{given:g} is no number of seconds from {MIN_DEADLINE_S:g} on.")
+    return given
+
+
 Deadline = Annotated[
     float | None,
-    typer.Option("--deadline", metavar="SECONDS", min=0.1, help="How long the whole may take."),
+    typer.Option(
+        "--deadline", metavar="SECONDS", callback=_check_deadline, help="How long the whole may take; 0.1 or more."
+    ),
 ]
 Components = Annotated[
     list[str] | None,

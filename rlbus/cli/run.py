@@ -17,6 +17,7 @@ from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id
 
 if TYPE_CHECKING:
+    from rlbus.server import EmbeddedServer
     from rlbus.workers.agent import Agent
     from rlbus.workers.engines.base import Engine
 
@@ -40,8 +41,10 @@ WeightRoots = Annotated[
 ]
 
 
-async def until_stopped(service: Coroutine[Any, Any, None]) -> ExitCode:
-    """Run a service until it ends, or SIGINT or SIGTERM cancels it, which is how a service is stopped: exit code 0."""
+async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCode:
+    """Run a service until it ends, or SIGINT or SIGTERM cancels it, which is how a service is stopped: exit code 0,
+    unless the service names one.
+    """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(service)
     stopped = False
@@ -54,10 +57,33 @@ async def until_stopped(service: Coroutine[Any, Any, None]) -> ExitCode:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
-        await task
+        code = await task
     except asyncio.CancelledError:
         if not stopped:
             raise
+        code = None
+    return ExitCode.OK if code is None else code
+
+
+async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer", out: Output) -> ExitCode:
+    """Run a service until it ends, and start the server that it needs again whenever that ends by itself.
+
+    Cancel: ends both.
+    """
+    loop = asyncio.get_running_loop()
+    serving = loop.create_task(service)
+    watching = loop.create_task(server.supervise(lambda text: typer.echo(f"rlbus: {text}", err=True)))
+    try:
+        await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        serving.cancel()
+        await asyncio.wait({serving, watching})
+    if not watching.cancelled() and isinstance(broken := watching.exception(), BrokenError):
+        out.error(BrokenError(broken.what, broken.problem.partition("\n")[0]))
+        typer.echo(broken.problem.partition("\n")[2], err=True)
+        return ExitCode.FAILED
+    serving.result()
     return ExitCode.OK
 
 
@@ -87,7 +113,7 @@ def up(
     out = Output(json)
     log_as_service()
 
-    async def serve() -> None:
+    async def serve() -> ExitCode:
         from rlbus.controller.app import serve as serve_controller
         from rlbus.server import EmbeddedServer
 
@@ -111,7 +137,7 @@ def up(
                 out.line("  rlbus worker fake        # or: rlbus worker torch DIR, rlbus worker vllm MODEL")
                 out.line("  rlbus status\n\nCtrl-C ends it.")
 
-            await serve_controller(config, on_ready=on_ready)
+            return await supervised(serve_controller(config, on_ready=on_ready), server, out)
 
     run_command(out, lambda: until_stopped(serve()))
 

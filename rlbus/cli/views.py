@@ -35,7 +35,7 @@ def show_workers(out: Output, view: FleetView) -> None:
     head = ("WORKER", "ENGINE", "MODEL", "RANKS", "LIVENESS", "GENERATION", "WEIGHTS", "ADMITTED", "SEEN")
     out.table(head, [_member_row(member, now) for member in view.members])
     for member in view.members:
-        for warning in warnings_of(member, now):
+        for warning in warnings_of(member, now, is_op_running=view.op_id is not None):
             out.loud(f"{member.worker} {warning}")
 
 
@@ -91,8 +91,8 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def warnings_of(member: MemberView, now: float) -> list[str]:
-    """What an operator has to know about a worker, in words. `now` in Unix seconds."""
+def warnings_of(member: MemberView, now: float, *, is_op_running: bool = False) -> list[str]:
+    """What an operator has to know about a worker, in words. `now` in Unix seconds; `is_op_running` on the fleet."""
     found = []
     weights, pause = member.status.weights, member.status.pause
     if weights.state is WeightsState.DIRTY:
@@ -100,6 +100,8 @@ def warnings_of(member: MemberView, now: float) -> list[str]:
         found.append(f"is DIRTY{last}: its weights are torn, it stays paused until a full update or `rlbus update`")
     if weights.state is WeightsState.UNKNOWN:
         found.append("has UNKNOWN weights: nobody can say which, until an update")
+    if weights.state is WeightsState.UPDATING and not is_op_running and member.status.op_id is None:
+        found.append("has an update OPEN that nobody ends: the next full update or `rlbus update` heals it")
     if pause is not None:
         held = f"is PAUSED by {pause.owner} ({pause.mode}) for {age(now - pause.since)}"
         found.append(f"{held}, {lease_text(pause, now)}")

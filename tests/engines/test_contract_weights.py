@@ -4,6 +4,7 @@ Each test begins with a running engine without a group and leaves it so; its wei
 """
 
 import asyncio
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -252,6 +253,24 @@ def test_missing_folder_leaves_the_weights_untouched(runner: CaseRunner, tmp_pat
                 await opened.engine.load_weights(str(tmp_path / "nothing-here"), B)
             assert not caught.value.weights_touched
             await opened.engine.abort_update()
+        assert await tokens(opened) == expected
+
+    runner.run(check)
+
+
+def test_folder_is_checked_beside_generation_and_nothing_changes(runner: CaseRunner, tmp_path: Path) -> None:
+    """A whole one is fine; one that is missing, empty, or truncated is refused."""
+
+    async def check(opened: OpenedEngine) -> None:
+        expected = await tokens(opened)
+        await opened.save(tmp_path / "b", B)
+        await opened.engine.check_checkpoint(str(tmp_path / "b"))
+        (tmp_path / "empty").mkdir()
+        for file in (tmp_path / "b").iterdir():
+            os.truncate(file, file.stat().st_size // 2)
+        for name in ("missing", "empty", "b"):
+            with pytest.raises(ManifestError):
+                await opened.engine.check_checkpoint(str(tmp_path / name))
         assert await tokens(opened) == expected
 
     runner.run(check)

@@ -140,6 +140,32 @@ def test_a_restart_keeps_port_and_store(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_server_that_ends_by_itself_is_started_again_until_it_does_so_too_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On its port; in the end with the tail of its log."""
+    monkeypatch.setattr(server_module, "MAX_RESTARTS", 1)
+
+    async def scenario() -> None:
+        async with EmbeddedServer() as server:
+            told: list[str] = []
+            port, pid = server.port, server.pid
+            watching = asyncio.create_task(server.supervise(told.append))
+            os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(LIMIT_S):
+                while server.pid == pid:  # noqa: ASYNC110 - the real server's start has no event
+                    await asyncio.sleep(0.05)
+                assert listening_ports(server.pid) == {port}
+                os.kill(server.pid, signal.SIGKILL)
+                with pytest.raises(
+                    BrokenError, match=r"(?s)status -9, after 1 restarts in 60 s; its log ends:.*Server"
+                ):
+                    await watching
+            assert told == [f"nats-server ended with status -9; starting it again on port {port}"]
+
+    asyncio.run(scenario())
+
+
 def test_a_store_serves_one_server_at_a_time(tmp_path: Path) -> None:
     """The second is refused by name; when the first has ended, the folder is free."""
 
@@ -155,14 +181,14 @@ def test_a_store_serves_one_server_at_a_time(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_port_in_use_is_said_with_the_servers_own_words() -> None:
+def test_a_port_in_use_is_a_wrong_setting() -> None:
     """Not a hang; and nothing is left behind."""
 
     async def scenario() -> None:
         before = leftovers()
         with (
             socket.create_server(("127.0.0.1", 0)) as taken,
-            pytest.raises(BrokenError, match="address already in use"),
+            pytest.raises(ConfigError, match=r"port=.* in use on 127.0.0.1; choose another, or 0"),
         ):
             await EmbeddedServer(port=taken.getsockname()[1]).__aenter__()
         assert leftovers() <= before

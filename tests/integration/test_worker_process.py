@@ -110,15 +110,14 @@ def test_signal_while_the_engine_starts_ends_the_worker() -> None:
     asyncio.run(main())
 
 
-def test_worker_without_a_server_ends_with_one_error_and_closes_its_engine() -> None:
-    """In bounded time."""
+def test_worker_without_a_server_ends_before_it_starts_its_engine() -> None:
+    """A model may take minutes to load."""
 
     async def main() -> None:
         engine = FakeEngine(FakeScript({"start": {1: Step()}}))
         with pytest.raises(BrokenError):
             async with asyncio.timeout(10.0):
                 await serve(engine, BusConfig(url="nats://127.0.0.1:1", connect_s=2.0), handle_signals=False)
-        assert list(engine.calls) == ["start"]
-        assert engine.is_closed
+        assert list(engine.calls) == []
 
     asyncio.run(main())

@@ -87,6 +87,7 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.ReceiveWeights(update_op_id="up-1", epoch=3, version=V2, manifest_digest="d1", bucket_bytes=1048576),
     s.CommitWeights(update_op_id="up-1", version=V2),
     s.AbortWeights(update_op_id="up-1", reason="sender gave up"),
+    s.PrepareReload(path="/models/step-42", version=V2, allow_rollback=True),
     s.LoadWeights(path="/models/step-42", version=V2, allow_rollback=True),
     s.GetVersion(),
     s.GetChecksums(),

@@ -162,6 +162,14 @@ class Engine(Protocol):
         """Close an open update session, so that the next can start. The weights may stay torn. Idempotent."""
         ...
 
+    async def check_checkpoint(self, path: str) -> None:
+        """Whether `load_weights` could take this folder, without side effects, also while the engine generates: it is
+        there, its files are complete by their headers, and its tensors are the model's.
+
+        Raises ManifestError saying what is wrong. Cancel: leaves nothing.
+        """
+        ...
+
     async def load_weights(self, path: str, version: Version) -> None:
         """Load a safetensors folder completely. Raises UpdateFailedError (e.g. a missing file: untouched)."""
         ...

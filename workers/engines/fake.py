@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rlbus.errors import EngineDeadError, EngineError, error_from_fault
+from rlbus.errors import EngineDeadError, EngineError, error_from_fault, refused
 from rlbus.schemas import (
     ChecksumsData,
     Fault,
@@ -205,13 +205,20 @@ class FakeEngine:
         self._released.set()
         self.session = None
 
+    async def check_checkpoint(self, path: str) -> None:
+        """See `Engine`."""
+        await self._play("check_checkpoint")
+        try:
+            _read_checkpoint(path)
+        except (OSError, ValueError, TypeError) as exc:
+            raise refused(FaultCode.MANIFEST_MISMATCH, f"{path}: {type(exc).__name__}", path=path) from exc
+
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. Reads what `save` wrote."""
         step = self._note("load_weights")
         await asyncio.sleep(step.latency_s)
         try:
-            text = (Path(path) / CHECKPOINT).read_text()
-            content = Version(**json.loads(text))
+            content = _read_checkpoint(path)
         except (OSError, ValueError, TypeError) as exc:
             raise UpdateFailedError(_failed(f"{path}: {type(exc).__name__}"), weights_touched=False) from exc
         for index, spec in enumerate(self.tensors):
@@ -353,6 +360,11 @@ class FakeEngine:
         if spec.name == wrong:
             checksum = "0" * 15 + ("1" if checksum[-1] == "0" else "0")
         return TensorSum(name=spec.name, checksum=checksum)
+
+
+def _read_checkpoint(path: str) -> Version:
+    """What `FakeEngine.save` wrote."""
+    return Version(**json.loads((Path(path) / CHECKPOINT).read_text()))
 
 
 def _claim(step: Step, is_touched: bool) -> bool:

@@ -238,13 +238,18 @@ class TorchEngine:
         """See `Engine`. What was written stays, labelled torn."""
         self._session = None
 
+    async def check_checkpoint(self, path: str) -> None:
+        """See `Engine`. By the first rank; the others read the same disk."""
+        assert self._rank is not None
+        if not await asyncio.to_thread(self._may_read, path):
+            raise error_from_fault(self._not_below(path))
+        await asyncio.to_thread(self._rank.check_folder, path)
+
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. Untouched unless every rank could read everything."""
         self._check_may_change()
         if not await asyncio.to_thread(self._may_read, path):
-            where = ", ".join(str(root) for root in self._roots)
-            fault = Fault(code=FaultCode.WRONG_STATE, message=f"{path} is not below {where}", detail={"path": path})
-            raise UpdateFailedError(fault, weights_touched=False)
+            raise UpdateFailedError(self._not_below(path), weights_touched=False)
         self._session = None
         bad = first_bad(await self._ranks.on_all([rank.stage(path) for rank in self._ranks.all]))
         if bad is not None:
@@ -256,6 +261,10 @@ class TorchEngine:
         if bad is not None:
             raise UpdateFailedError(bad, weights_touched=True)
         self._generating.relabel(str(version))
+
+    def _not_below(self, path: str) -> Fault:
+        where = ", ".join(str(root) for root in self._roots)
+        return Fault(code=FaultCode.WRONG_STATE, message=f"{path} is not below {where}", detail={"path": path})
 
     def _may_read(self, path: str) -> bool:
         real = Path(path).resolve()

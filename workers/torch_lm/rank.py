@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from rlbus.errors import FaultError, RLBusError, error_from_fault
+from rlbus.errors import FaultError, RLBusError, error_from_fault, refused
 from rlbus.schemas import Fault, FaultCode, GroupPlan, ReceivedData, TensorSpec, TensorSum
 from rlbus.transfer.bounded import GiveUp
 from rlbus.transfer.checksum import tensor_checksum
@@ -24,7 +24,7 @@ from rlbus.transfer.manifest import compare
 from rlbus.transfer.receiver import receive
 from rlbus.workers.checkpoint import CheckpointError, accepts
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
-from rlbus.workers.torch_lm.checkpoint import read_tensors, specs_of
+from rlbus.workers.torch_lm.checkpoint import check_tensors, read_tensors, specs_of
 from rlbus.workers.torch_lm.model import CausalLM
 
 _log = logging.getLogger("rlbus.workers")
@@ -150,6 +150,16 @@ class Rank:
                     self._on_touch()
                 transfer.is_touched = True
                 self._tensors[name].copy_(tensor)
+
+    def check_folder(self, path: str) -> None:
+        """Look whether `stage` could read this folder, by its headers. Blocks on the disk.
+
+        Raises: ManifestError: it is missing, truncated or doesn't fit the model.
+        """
+        try:
+            check_tensors(Path(path), self._specs)
+        except CheckpointError as exc:
+            raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
 
     def stage(self, path: str) -> None:
         """Read a safetensors folder completely, without changing anything yet. Blocks.

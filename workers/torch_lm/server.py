@@ -213,6 +213,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=int(STOP_S),
         )

@@ -243,6 +243,10 @@ class VllmEngine:
         """See `Engine`. Torn weights are labelled so."""
         await self._ready().abort()
 
+    async def check_checkpoint(self, path: str) -> None:
+        """See `Engine`."""
+        await self._ready().check_folder(path)
+
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`."""
         await self._ready().load(path, version)

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from rlbus.errors import EngineDeadError, EngineError, FaultError
-from rlbus.schemas import Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, TensorSpec, Version
+from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
+from rlbus.schemas import Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, Version
 from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
@@ -318,14 +318,21 @@ class Updates:
 
     # --- from disk
 
-    async def load(self, path: str, version: Version) -> None:
-        """See `Engine.load_weights`. The folder is compared with the model before vLLM is asked to read it."""
+    async def check_folder(self, path: str) -> None:
+        """See `Engine.check_checkpoint`."""
+        assert self._expected is not None
         try:
             specs = await asyncio.to_thread(read_folder, Path(path))
         except CheckpointError as exc:
-            fault = Fault(code=FaultCode.ENGINE_FAILED, message=str(exc), detail={"path": exc.path})
-            raise UpdateFailedError(fault, weights_touched=False) from exc
-        self._check(specs)
+            raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
+        self._expected.check(specs)
+
+    async def load(self, path: str, version: Version) -> None:
+        """See `Engine.load_weights`. The folder is compared with the model before vLLM is asked to read it."""
+        try:
+            await self.check_folder(path)
+        except FaultError as exc:
+            raise UpdateFailedError(exc.fault, weights_touched=False) from exc
         await self.abort()
         session = self._session = _Session(None)
 
@@ -339,13 +346,6 @@ class Updates:
         except FaultError as exc:
             raise UpdateFailedError(exc.fault, weights_touched=True) from exc
         self._end(session)
-
-    def _check(self, specs: tuple[TensorSpec, ...]) -> None:
-        assert self._expected is not None
-        try:
-            self._expected.check(specs)
-        except FaultError as exc:
-            raise UpdateFailedError(exc.fault, weights_touched=False) from exc
 
     async def _outcomes(
         self, folder: CallFolder, step: str, *, or_when: Callable[[], bool]

@@ -91,7 +91,7 @@ def test_a_reload_gives_the_fleet_its_next_version(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         report = await scene.fleet.client.reload(str(tmp_path / "ckpt"))
         assert (report.status, report.version) == (OpStatus.OK, Version(step=1))
-        assert list(report.phases_s) == ["plan", "pause", "load", "flush", "resume"]
+        assert list(report.phases_s) == ["plan", "check", "pause", "load", "flush", "resume"]
         report = await scene.fleet.client.reload(str(tmp_path / "ckpt"))
         assert report.version == Version(step=2)
         assert all(m.admitted for m in (await scene.fleet.members()).values())
@@ -106,15 +106,30 @@ def test_a_reload_gives_the_fleet_its_next_version(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_nobody_can_read_changes_nothing(tmp_path: Path) -> None:
-    """Everybody is untouched, so everybody generates again."""
+    """Nobody is paused for it."""
 
     async def scenario(scene: Scene) -> None:
         report = await scene.fleet.client.reload(str(tmp_path / "nothing"), check=False)
-        assert report.status in (OpStatus.FAILED, OpStatus.REFUSED)
+        assert (report.status, outcomes(report)) == (OpStatus.REFUSED, {"1": "refused", "2": "refused"})
+        assert not any("pause" in rig.engine.calls for rig in scene.fleet.workers)
         assert await scene.generations() == [RUNNING, RUNNING]
         assert all(m.admitted for m in (await scene.fleet.members()).values())
 
     play([rooted(1, tmp_path), rooted(2, tmp_path)], scenario)
+
+
+def test_a_folder_that_one_worker_may_not_read_changes_nothing(tmp_path: Path) -> None:
+    """Refused as a whole, also on the one that could."""
+    FakeEngine.save(tmp_path / "ckpt", Version(step=1))
+
+    async def scenario(scene: Scene) -> None:
+        report = await scene.fleet.client.reload(str(tmp_path / "ckpt"), check=False)
+        assert (report.status, outcomes(report)) == (OpStatus.REFUSED, {"1": "skipped", "2": "refused"})
+        assert report.fault is not None
+        assert report.fault.code is FaultCode.WRONG_STATE
+        assert not any("pause" in rig.engine.calls for rig in scene.fleet.workers)
+
+    play([rooted(1, tmp_path), rooted(2, tmp_path / "elsewhere")], scenario)
 
 
 def test_a_load_that_breaks_half_way_leaves_that_worker_paused_and_dirty(tmp_path: Path) -> None:

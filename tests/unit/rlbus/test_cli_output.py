@@ -248,6 +248,14 @@ def test_history_shows_who_did_what_and_what_was_taken_over(capsys: pytest.Captu
     assert "nothing was done yet in namespace n" in capsys.readouterr().out
 
 
+def test_an_update_that_nobody_ends_is_told_with_the_way_out() -> None:
+    """Not while an op runs, which will end it."""
+    left = member(WeightsView(state=WeightsState.UPDATING))
+    (told,) = warnings_of(left, now=0.0)
+    assert told == "has an update OPEN that nobody ends: the next full update or `rlbus update` heals it"
+    assert warnings_of(left, now=0.0, is_op_running=True) == []
+
+
 def test_status_shows_whole_instance_ids_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     """Ids stay whole however narrow the terminal is; a dirty worker has a line of its own."""
     view = FleetView(

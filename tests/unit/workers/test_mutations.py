@@ -18,6 +18,7 @@ from rlbus.schemas import (
     LoadWeights,
     PauseGeneration,
     PauseMode,
+    PrepareReload,
     ReceivedData,
     ResultStatus,
     ResumeGeneration,
@@ -360,6 +361,29 @@ def test_reload_from_disk_heals_and_keeps_below_its_roots(tmp_path: Path) -> Non
         assert (await rig.send(ResumeGeneration())).status is ResultStatus.OK
 
     on_worker(scenario, {"receive_weights": {1: failing(after_parts=1)}}, AgentConfig(weight_roots=(str(root),)))
+
+
+def test_a_reload_is_checked_without_a_pause(tmp_path: Path) -> None:
+    """Root, folder and version; nothing changes, whatever comes of it."""
+    FakeEngine.save(tmp_path / "ckpt", V2)
+
+    async def scenario(rig: Rig) -> None:
+        await updated(rig, V1)
+        before = rig.agent.state
+        good = str(tmp_path / "ckpt")
+        for path, version, code in (
+            (good, V2, None),
+            (good, V1, FaultCode.VERSION_REGRESSION),
+            (str(tmp_path / "none"), V2, FaultCode.MANIFEST_MISMATCH),
+            ("/", V2, FaultCode.WRONG_STATE),
+        ):
+            result = await rig.send(PrepareReload(path=path, version=version))
+            assert result.status is (ResultStatus.OK if code is None else ResultStatus.REFUSED)
+            assert (None if result.fault is None else result.fault.code) is code
+        assert rig.agent.state == before
+        assert "load_weights" not in rig.engine.calls
+
+    on_worker(scenario, None, AgentConfig(weight_roots=(str(tmp_path),)))
 
 
 def test_reload_of_a_missing_folder_leaves_what_was(tmp_path: Path) -> None:
