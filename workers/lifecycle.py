@@ -57,6 +57,8 @@ from rlbus.workers.moves import (
 )
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
 
+# Largest term that is taken: JSON numbers above it are rounded by others. A leader's term is far below (milliseconds).
+MAX_TERM = 2**53 - 1
 # Routes that the agent serves itself, whatever the engine.
 AGENT_ROUTES = QUERY_ROUTES
 # Routes that belong to one another: whoever can receive can also prepare, commit, abort, and form the group.
@@ -114,9 +116,9 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
         return state, (_repeat(event.record, command),)
     if refusal := _refusal(state, event):
         return state, (Refuse(refusal),)
-    state = replace(state, term=command.term)
     if not is_mutation(body):
         return state, (AnswerNow(),)
+    state = replace(state, term=command.term)
     mutation = Running(op_id=command.op_id, body=body)
     if state.running is not None:
         if state.queued is None and takes_back(body, state.running.body):
@@ -149,6 +151,8 @@ def _refusal(state: WorkerState, event: Arrived) -> Fault | None:
     route = route_of(command.body)
     if route != event.route:
         return fault(FaultCode.BAD_MESSAGE, f"a {route} came on the subject of {event.route}", route=event.route)
+    if command.term > MAX_TERM:
+        return fault(FaultCode.BAD_MESSAGE, f"term {command.term} is above {MAX_TERM}", max_term=MAX_TERM)
     if command.members is not None and state.instance_id not in command.members:
         return fault(FaultCode.NOT_A_MEMBER, "the command is addressed to other workers")
     if command.term < state.term:
