@@ -69,11 +69,13 @@ class Line:
 
     def _learn(self, body: CommandBody, gathered: Gathered) -> None:
         member, result = self.registry.get(gathered.worker), gathered.result
+        if result is None and gathered.fault is not None and gathered.fault.detail.get("heard_by") == "nobody":
+            self.registry.unheard(gathered.worker)
         if member is None or result is None:
             return
         status = status_after(member.status, body, result, self.bus.clock.now())
         if status is not member.status:
-            self.registry.learn(member.worker, result.boot_id, status)
+            self.registry.learn(member.worker, result.boot_id, status, result.seq)
 
 
 def limits_until(until_s: float, now_s: float, *, stall_s: float | None = None, is_ending: bool = False) -> Limits:

@@ -1,15 +1,17 @@
 """Who is in the fleet, as announcements, goodbyes and time tell it. Pure: no I/O, the time is passed in.
 
-Invariants: a member is known by (component, instance id); a boot that is new here replaces the one before, and within
-a boot a larger `seq` wins. Boots have no order, and the first message of an older one may come after the newer one's:
-so one that was replaced is heard again when its successor has been silent until it counts as dead. Liveness follows
-from the member's own heartbeat interval; `admitted` is derived here and set nowhere. A silence that everybody shared
-because *we* were disconnected kills nobody: ages restart on reconnect.
+Invariants: a member is known by (component, instance id); a newer boot replaces an older one (which comes back
+if it lives and the newer one ends, see `boots`), and within a boot a larger `seq` wins; liveness follows from the
+member's own heartbeat interval; `admitted` is derived here and set nowhere. A silence that everybody shared because
+*we* were disconnected or stood still kills nobody: ages restart.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from rlbus.controller import boots
+from rlbus.controller.boots import OldBoot
+from rlbus.controller.liveness import DEAD_INTERVALS, SUSPECT_INTERVALS, excused_s, interval_of, liveness_of
 from rlbus.schemas import (
     Announcement,
     Descriptor,
@@ -27,20 +29,12 @@ from rlbus.schemas import (
     worker_id,
 )
 
-# Silence, in the worker's own heartbeat intervals. Source: DESIGN section 3.
-SUSPECT_INTERVALS = 2.5
-DEAD_INTERVALS = 4.0
-# Bounds of a worker's own claim about its interval, in seconds, so that none can stay "alive" for ever.
-MIN_INTERVAL_S = 0.1
-MAX_INTERVAL_S = 60.0
-# Most that a worker's declared work may excuse of its silence, in seconds, for the same reason.
-MAX_WORK_LEASE_S = 120.0
 # Members kept, dead ones included. Source: DESIGN section 4 names 10,000 workers.
 MAX_MEMBERS = 20_000
 # How long a dead or departed worker stays in view, in seconds.
 FORGET_AFTER_S = 3600.0
-# Earlier boots of a worker that are remembered, so that their late messages are known as such.
-MAX_OLD_BOOTS = 8
+# A tick that comes later than this many of its intervals says that we stood still ourselves, and heard nobody.
+MAX_TICK_INTERVALS = 8
 # Names listed in one message to a person, before "and N more".
 MAX_NAMES = 8
 
@@ -50,7 +44,8 @@ class Member:
     """One worker. Times are in the caller's monotonic seconds.
 
     `heard_at_s` is the last sign of life (or the last reconnect of ours). `gone` says why it is dead or left, None
-    while it is neither. `old_boots` are boot ids that were replaced.
+    while it is neither. `old_boots` are those that were replaced. `is_unheard`: a command found nobody on its subject
+    since it announced itself last.
     """
 
     worker: WorkerId
@@ -62,7 +57,8 @@ class Member:
     heard_at_s: float
     liveness: Liveness = Liveness.ALIVE
     gone: str | None = None
-    old_boots: tuple[str, ...] = ()
+    old_boots: tuple[OldBoot, ...] = ()
+    is_unheard: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +78,21 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Collided:
+    """A worker that was replaced by `member` under the same name lives on beside it, for `reason`."""
+
+    member: Member
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Updated:
     """A known worker said something new about itself, or its liveness changed between alive and suspect."""
 
     member: Member
 
 
-Change = Joined | Gone | Updated
+Change = Joined | Gone | Collided | Updated
 
 
 @dataclass(slots=True)
@@ -96,6 +100,9 @@ class Registry:
     """The members of one namespace. Not safe for threads; all methods are synchronous and take the time as `now_s`."""
 
     namespace: str
+    # The term of the controller whose registry this is, and how often it calls `tick`, in seconds; None: unknown.
+    term: int | None = None
+    tick_s: float | None = None
     _members: dict[WorkerId, Member] = field(default_factory=dict)
     # system_url -> workers that claim it, in order of their first claim.
     _urls: dict[str, list[WorkerId]] = field(default_factory=dict)
@@ -105,7 +112,8 @@ class Registry:
     _max_epoch: int = 0
     # When the connection was lost; ages stand still from then on. None: connected.
     _cut_at_s: float | None = None
-    # Messages refused here: other namespace, or over MAX_MEMBERS. Only grows.
+    _ticked_at_s: float | None = None
+    # Messages refused here or by `screening`: contradictory, beyond reason, or over MAX_MEMBERS. Only grows.
     num_refused: int = 0
 
     @property
@@ -159,28 +167,38 @@ class Registry:
         known = self._members.get(worker_id(message.descriptor.component, message.descriptor.instance_id))
         if known is None:
             return self._hear_stranger(message, now_s)
-        if message.boot_id in known.old_boots and known.liveness is not Liveness.DEAD:
-            return ()
+        if (old := boots.find(known.old_boots, message.boot_id)) is not None:
+            return self._hear_old(known, old, message, now_s)
         if message.boot_id != known.boot_id:
-            others = tuple(boot for boot in known.old_boots if boot != message.boot_id)
-            old_boots = (*others, known.boot_id)[-MAX_OLD_BOOTS:]
-            member = self._place(message, now_s, old_boots)
+            member = self._place(message, now_s, _replaced(known))
             return (Joined(member, is_reboot=known.gone is None),)
         if known.liveness is Liveness.LEFT or message.seq <= known.seq:
             return ()
         member = self._place(message, now_s, known.old_boots)
         return (Joined(member),) if known.gone is not None else (Updated(member),)
 
-    def learn(self, worker: WorkerId, boot_id: str, status: WorkerStatus) -> None:
-        """An answer of this boot showed its status; the worker's next announcement replaces it."""
+    def learn(self, worker: WorkerId, boot_id: str, status: WorkerStatus, seq: int = 0) -> None:
+        """An answer of this boot showed its status; the next announcement after number `seq` replaces it.
+
+        Those up to `seq` were sent before the answer, and may still be under way.
+        """
         known = self._members.get(worker)
         if known is not None and known.boot_id == boot_id and known.gone is None:
-            self._members[worker] = replace(known, status=status)
+            self._members[worker] = replace(known, status=status, seq=max(known.seq, seq))
+
+    def unheard(self, worker: WorkerId) -> None:
+        """A command found nobody on this worker's subject: it isn't addressed until it announces itself again."""
+        known = self._members.get(worker)
+        if known is not None and known.gone is None:
+            self._members[worker] = replace(known, liveness=Liveness.SUSPECT, is_unheard=True)
 
     def tick(self, now_s: float) -> tuple[Change, ...]:
         """Let time pass: who turned suspect or dead since the last call. Nobody does while we are disconnected."""
+        before_s, self._ticked_at_s = self._ticked_at_s, now_s
         if self._cut_at_s is not None:
             return ()
+        if before_s is not None and self.tick_s is not None and now_s - before_s > MAX_TICK_INTERVALS * self.tick_s:
+            self.reconnected(now_s)
         changes: list[Change] = []
         for member in list(self._members.values()):
             age_s = now_s - member.heard_at_s
@@ -188,13 +206,18 @@ class Registry:
                 if age_s > FORGET_AFTER_S:
                     self._forget(member)
                 continue
-            liveness = _liveness(age_s, member.interval_s, _excused_s(member.status))
+            member = self._tick_rivals(member, now_s, changes)
+            liveness = liveness_of(age_s, member.interval_s, excused_s(member.status))
+            if liveness is Liveness.ALIVE and member.is_unheard:
+                liveness = Liveness.SUSPECT
             if liveness is member.liveness:
                 continue
             gone = f"silent for {age_s:.0f} s" if liveness is Liveness.DEAD else None
             changed = replace(member, liveness=liveness, gone=gone)
             self._members[member.worker] = changed
             changes.append(Updated(changed) if gone is None else Gone(changed, gone))
+            if gone is not None:
+                changes.extend(self._succeed(changed))
         return tuple(changes)
 
     def disconnected(self, now_s: float) -> None:
@@ -207,7 +230,9 @@ class Registry:
         self._cut_at_s = None
         for worker, member in self._members.items():
             if member.gone is None:
-                self._members[worker] = replace(member, heard_at_s=now_s, liveness=Liveness.ALIVE)
+                old_boots = tuple(replace(boot, heard_at_s=now_s) for boot in member.old_boots)
+                liveness = Liveness.SUSPECT if member.is_unheard else Liveness.ALIVE
+                self._members[worker] = replace(member, heard_at_s=now_s, liveness=liveness, old_boots=old_boots)
 
     def committed(self, version: Version) -> None:
         """An op of this controller gave the fleet `version`, also a smaller one than before (a rollback)."""
@@ -225,10 +250,15 @@ class Registry:
     # -- what follows -------------------------------------------------------------------------------------------------
 
     def conflict(self, member: Member) -> str | None:
-        """Why this worker can't be addressed although it lives: another one had its system_url before (SCENARIOS 25).
+        """Why this worker can't be addressed although it lives: there are two of it, or nobody listens, or another one
+        had its system_url before (SCENARIOS 25).
 
         Two workers behind one URL means that HTTP calls for both reach one of them; the first to claim it keeps it.
         """
+        if (rival := boots.rival_of(member.old_boots)) is not None:
+            return f"two processes announce this instance id (boots {rival.boot_id} and {member.boot_id}); stop one"
+        if member.is_unheard:
+            return "nobody listened on its subject when it was last sent a command"
         url = member.descriptor.system_url
         if url is None:
             return None
@@ -250,6 +280,8 @@ class Registry:
         status, weights = member.status, member.status.weights
         if (refusal := self.refusal(member)) is not None:
             return refusal
+        if self.term is not None and status.term > self.term:
+            return f"refuses this controller: it has seen term {status.term}, ours is {self.term}"
         if member.liveness is not Liveness.ALIVE:
             return f"silent for more than {SUSPECT_INTERVALS:g} of its intervals"
         if status.generation is not Generation.RUNNING:
@@ -330,13 +362,49 @@ class Registry:
         weights = member.status.weights
         return self._version is None and weights.state is WeightsState.UNKNOWN and weights.last_good is None
 
+    def _hear_old(self, known: Member, old: OldBoot, message: Announcement, now_s: float) -> tuple[Change, ...]:
+        """A boot that was replaced announces itself: late, or it lives on beside its successor, or it is left alone."""
+        if old.has_left or message.seq <= old.seq:
+            return ()
+        if known.gone is not None:
+            return (Joined(self._place(message, now_s, boots.without(_replaced(known), old.boot_id))),)
+        member = replace(known, old_boots=boots.put(known.old_boots, boots.heard(old, message, now_s)))
+        self._members[known.worker] = member
+        if boots.rival_of(known.old_boots) is not None or boots.rival_of(member.old_boots) is None:
+            return ()
+        return (Collided(member, self.conflict(member) or ""),)
+
+    def _tick_rivals(self, member: Member, now_s: float, changes: list[Change]) -> Member:
+        """A rival that fell silent is none any more."""
+        for boot in member.old_boots:
+            if boot.rival is None or now_s - boot.heard_at_s < DEAD_INTERVALS * interval_of(boot.rival):
+                continue
+            member = replace(member, old_boots=boots.put(member.old_boots, boots.silent(boot)))
+            self._members[member.worker] = member
+            changes.append(Updated(member))
+        return member
+
+    def _succeed(self, member: Member) -> tuple[Change, ...]:
+        """This member is gone; a rival that still lives is the worker again."""
+        rival = boots.rival_of(member.old_boots)
+        if rival is None or rival.said is None:
+            return ()
+        return (Joined(self._place(rival.said, rival.heard_at_s, boots.without(_replaced(member), rival.boot_id))),)
+
     def _hear_goodbye(self, message: Goodbye) -> tuple[Change, ...]:
         known = self._members.get(worker_id(message.component, message.instance_id))
+        old = None if known is None else boots.find(known.old_boots, message.boot_id)
+        if known is not None and old is not None:
+            member = replace(known, old_boots=boots.put(known.old_boots, boots.silent(old, has_left=True)))
+            self._members[known.worker] = member
+            return () if old.rival is None else (Updated(member),)
         if known is None or known.boot_id != message.boot_id or known.liveness is Liveness.LEFT:
             return ()
         member = replace(known, liveness=Liveness.LEFT, gone=message.reason)
         self._members[known.worker] = member
-        return () if known.gone is not None else (Gone(member, message.reason),)
+        if known.gone is not None:
+            return ()
+        return (Gone(member, message.reason), *self._succeed(member))
 
     def _hear_stranger(self, message: Announcement, now_s: float) -> tuple[Change, ...]:
         if len(self._members) >= MAX_MEMBERS:
@@ -347,7 +415,7 @@ class Registry:
             self._forget(min(gone, key=lambda m: m.heard_at_s))
         return (Joined(self._place(message, now_s, ())),)
 
-    def _place(self, message: Announcement, now_s: float, old_boots: tuple[str, ...]) -> Member:
+    def _place(self, message: Announcement, now_s: float, old_boots: tuple[OldBoot, ...]) -> Member:
         worker = worker_id(message.descriptor.component, message.descriptor.instance_id)
         member = Member(
             worker=worker,
@@ -355,7 +423,7 @@ class Registry:
             status=message.status,
             boot_id=message.boot_id,
             seq=message.seq,
-            interval_s=min(max(message.interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S),
+            interval_s=interval_of(message),
             heard_at_s=now_s,
             old_boots=old_boots,
         )
@@ -397,17 +465,9 @@ class Registry:
         del self._members[member.worker]
 
 
-def _excused_s(status: WorkerStatus) -> float:
-    """How long a worker may be silent for the sake of the work that it declared (SCENARIOS 21)."""
-    return 0.0 if status.work is None else min(max(status.work.lease_s, 0.0), MAX_WORK_LEASE_S)
-
-
-def _liveness(age_s: float, interval_s: float, excused_s: float) -> Liveness:
-    """Suspect when the excuse is over, but not before the usual time; dead as long after that as it always takes."""
-    suspect_s = max(SUSPECT_INTERVALS * interval_s, excused_s)
-    if age_s < suspect_s:
-        return Liveness.ALIVE
-    return Liveness.DEAD if age_s >= suspect_s + (DEAD_INTERVALS - SUSPECT_INTERVALS) * interval_s else Liveness.SUSPECT
+def _replaced(member: Member) -> tuple[OldBoot, ...]:
+    """The old boots of whoever replaces this member."""
+    return boots.put(member.old_boots, OldBoot(member.boot_id, member.seq, has_left=member.liveness is Liveness.LEFT))
 
 
 def _is_meant(member: Member, target: Target) -> bool:

@@ -23,8 +23,9 @@ from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op, publish, tell_event
 from rlbus.controller.op_ids import derive
-from rlbus.controller.registry import Change, Gone, Joined, Member, Registry
+from rlbus.controller.registry import Change, Collided, Gone, Joined, Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
+from rlbus.controller.screening import problem_of
 from rlbus.controller.succession import Succession
 from rlbus.controller.update import UpdateRun
 from rlbus.controller.update_state import Group, Plan
@@ -77,6 +78,9 @@ HELLO_S = 10.0
 # How long a stop may take to undo what runs. Docker and Kubernetes kill after 10 s and 30 s.
 STOP_S = 8.0
 
+# Refused announcements are logged at most this often, in seconds; all are counted.
+REFUSAL_LOG_S = 10.0
+
 VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions
 # What a worker has to serve for a verb.
 _ROUTE = {
@@ -121,7 +125,7 @@ class Controller:
         self.settings = Settings() if settings is None else settings
         self.namespace = namespace
         self.term = int(bus.clock.now() * 1000) if term is None else term
-        self.registry = Registry(namespace)
+        self.registry = Registry(namespace, term=self.term, tick_s=TICK_S)
         # Set when requests are taken.
         self.ready = asyncio.Event()
         # Requests that could not be decoded, or were on the wrong subject. Only grows.
@@ -138,6 +142,7 @@ class Controller:
         self._is_check_due = False
         self._num_hellos = 0
         self._stop_s = self.settings.stop_s
+        self._logged_refusal_at_s = float("-inf")
         self._succession: Succession | None = None
         if journal is not None:
             self._succession = Succession(
@@ -194,8 +199,19 @@ class Controller:
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def _on_worker(self, message: WorkerMessage, _: Message) -> None:
+    def _on_worker(self, message: WorkerMessage, raw: Message) -> None:
+        problem = problem_of(message, raw.subject, self.namespace)
+        if problem is not None:
+            self._refuse_worker(raw.subject, problem)
+            return
         self._take(self.registry.hear(message, asyncio.get_running_loop().time()))
+
+    def _refuse_worker(self, subject: str, problem: str) -> None:
+        self.registry.num_refused += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_refusal_at_s >= REFUSAL_LOG_S:
+            self._logged_refusal_at_s = now_s
+            _log.warning("refused a message on %s: %s (%d so far)", subject, problem, self.registry.num_refused)
 
     def _on_connection(self, is_connected: bool) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -224,6 +240,8 @@ class Controller:
                 left = WorkerLeft(at=at, component=component, instance_id=instance_id, reason=change.reason)
                 tell_event(self._bus, self.namespace, left)
                 self._lose(member.worker, change.reason)
+            elif isinstance(change, Collided):
+                _log.error("%s: %s", member.worker, change.reason)
         if changes and not self._is_check_due and not self._waiting.is_empty:
             self._is_check_due = True
             asyncio.get_running_loop().call_soon(self._check_waiting)

@@ -204,7 +204,13 @@ class Gather:
             return []
         track.num_unheard += 1
         if track.num_unheard >= MAX_UNHEARD and not (track.was_heard or self.was_deaf):
-            self._end_with(track, FaultCode.NO_ACK, "nobody listens on its subject")
+            fault = Fault(
+                code=FaultCode.NO_ACK,
+                message=f"{worker} is not there: nobody listens on its subject",
+                retryable=True,
+                detail={"heard_by": "nobody"},
+            )
+            self._end(track, Gathered(worker, fault=fault))
             return []
         track.resend_at_s = now_s + RESEND_PART * self.limits.ack_s
         self._wake_by(track.resend_at_s)
@@ -217,6 +223,14 @@ class Gather:
             for key, track in self._open.items()
             if key[0] == component and track.phase is _Phase.WAITING
         ]
+
+    def on_unaddressable(self, worker: WorkerId, problem: str) -> None:
+        """No subject can be built for it, so that it never got anything."""
+        track = self._open.get(split_worker_id(worker))
+        if track is not None:
+            message = f"{worker} can't be addressed: {problem}"
+            detail = {"settled": "not_begun"}
+            self._end(track, Gathered(worker, fault=Fault(code=FaultCode.NO_ACK, message=message, detail=detail)))
 
     def on_lost(self, worker: WorkerId, reason: str) -> None:
         """Whoever watches the fleet says that the worker is gone."""

@@ -13,7 +13,7 @@ from rlbus._gather import Gather, Gathered, Limits, Send, Verb, by_component, wh
 from rlbus._transport import Message
 from rlbus.bus import Bus, Inbox
 from rlbus.codec import MAX_MESSAGE_BYTES, decode, encode
-from rlbus.errors import BrokenError, ClosedError, DecodeError, RLBusError
+from rlbus.errors import BrokenError, ClosedError, ConfigError, DecodeError, RLBusError
 from rlbus.schemas import (
     Command,
     CommandBody,
@@ -200,6 +200,10 @@ class _Fanout:
                     self._publish_to(worker_id(component, instance_ids[0]), Verb.COMMAND)
                 else:
                     await self._broadcast(number, component, instance_ids)
+            except ConfigError as exc:
+                for instance_id in instance_ids:
+                    self.gather.on_unaddressable(worker_id(component, instance_id), str(exc))
+                self._tell_outcomes()
             except BrokenError:
                 if number == 0:
                     raise
@@ -232,6 +236,9 @@ class _Fanout:
         for number, send in enumerate(sends, 1):
             try:
                 self._publish_to(send.worker, send.verb)
+            except ConfigError as exc:
+                self.gather.on_unaddressable(send.worker, str(exc))
+                self._tell_outcomes()
             except BrokenError:
                 # Disconnected between decision and publish: the gather is told, and sends again after the reconnect.
                 return

@@ -118,12 +118,16 @@ class Progress(Answer, frozen=True, kw_only=True, tag="progress"):
 
 
 class Result(Answer, frozen=True, kw_only=True, tag="result"):
-    """The one result of a command on one worker. A repeat of the op_id gets the same result again."""
+    """The one result of a command on one worker. A repeat of the op_id gets the same result again.
+
+    `seq` is that of the worker's last announcement before it: those up to it are older, whenever they arrive.
+    """
 
     status: ResultStatus
     fault: Fault | None = None
     data: ResultData | None = None
     took_s: float = msgspec.field(default=0.0)
+    seq: int = 0
 
 
 WorkerAnswer = Accepted | Progress | Result

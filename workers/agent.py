@@ -132,7 +132,6 @@ class Agent:
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
         self._heartbeat = Heartbeat(self._beat, self._config.heartbeat_s, self._config.jitter, instance_id)
-        self._num_beats = 0
         # Runs while the pause has a lease.
         self._lease_timer: asyncio.TimerHandle | None = None
         self._stopped = asyncio.Event()
@@ -401,10 +400,10 @@ class Agent:
 
     async def _beat(self) -> None:
         await self._observer.observe()
-        self._num_beats += 1
+        self.answers.num_announced += 1
         announcement = Announcement(
             boot_id=self.boot_id,
-            seq=self._num_beats,
+            seq=self.answers.num_announced,
             interval_s=self._config.heartbeat_s,
             descriptor=self.descriptor,
             status=self.status(),

@@ -55,6 +55,8 @@ class Answers:
         self._event_subject = subjects.worker_event(namespace, component, instance_id)
         # Messages that were refused, for whatever reason. Only grows.
         self.num_refused = 0
+        # The `seq` of the last announcement.
+        self.num_announced = 0
         self._logged_at_s = float("-inf")
 
     def accepted(self, op_id: str, reply: str | None) -> None:
@@ -98,6 +100,7 @@ class Answers:
             fault=fault,
             data=data,
             took_s=took_s,
+            seq=self.num_announced,
         )
         limit = self.max_bytes
         try:

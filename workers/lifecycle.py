@@ -21,6 +21,7 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     FlushCache,
+    Hello,
     InitGroup,
     LoadWeights,
     PauseGeneration,
@@ -60,6 +61,8 @@ from rlbus.workers.moves import (
 )
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
 
+# Largest term that is taken: JSON numbers above it are rounded by others. A leader's term is far below (milliseconds).
+MAX_TERM = 2**53 - 1
 # Routes that the agent serves itself, whatever the engine.
 AGENT_ROUTES = QUERY_ROUTES
 # Routes that belong to one another: whoever can receive can also prepare, commit, abort, and form the group.
@@ -125,12 +128,14 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
         return state, (_repeat(event.record, command),)
     if refusal := _refusal(state, event):
         return state, (Refuse(refusal),)
+    if not is_mutation(body) and not isinstance(body, RenewLease | Hello):
+        return state, (AnswerNow(),)
     state = replace(state, term=command.term)
     if isinstance(body, RenewLease):
         if problem := leases.check_renewal(state, body):
             return state, (Refuse(problem),)
         return leases.renewed(state, body, event.now), (AnswerNow(),)
-    if not is_mutation(body):
+    if isinstance(body, Hello):  # a new leader says so, and from here on its predecessor is refused
         return state, (AnswerNow(),)
     mutation = Running(op_id=command.op_id, body=body, since=event.now)
     if state.running is not None:
@@ -164,6 +169,8 @@ def _refusal(state: WorkerState, event: Arrived) -> Fault | None:
     route = route_of(command.body)
     if route != event.route:
         return fault(FaultCode.BAD_MESSAGE, f"a {route} came on the subject of {event.route}", route=event.route)
+    if command.term > MAX_TERM:
+        return fault(FaultCode.BAD_MESSAGE, f"term {command.term} is above {MAX_TERM}", max_term=MAX_TERM)
     if command.members is not None and state.instance_id not in command.members:
         return fault(FaultCode.NOT_A_MEMBER, "the command is addressed to other workers")
     if command.term < state.term:

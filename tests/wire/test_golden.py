@@ -131,7 +131,7 @@ def command(body: s.CommandBody) -> s.Command:
 
 
 def result(data: s.ResultData) -> s.Result:
-    return s.Result(**WHO, status=s.ResultStatus.FAILED, fault=FAULT, data=data, took_s=0.5)
+    return s.Result(**WHO, status=s.ResultStatus.FAILED, fault=FAULT, data=data, took_s=0.5, seq=7)
 
 
 # (what the receiver decodes it as, the example)

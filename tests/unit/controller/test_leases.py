@@ -131,7 +131,7 @@ def test_a_restarted_controller_sees_the_pauses_and_them_end() -> None:
         scene.at(ReceiveWeights, scene.kill_controller)
         updating = asyncio.create_task(update_that_nobody_ends(scene))
         await asyncio.sleep(2.0)
-        async with controller_on_bus(scene.fleet.broker, term=int(rigs(scene)[0].bus.clock.now()) + 5) as second:
+        async with controller_on_bus(scene.fleet.broker, term=int(rigs(scene)[0].bus.clock.now() * 1000) + 5) as second:
             await asyncio.sleep(2.0)
             now = rigs(scene)[0].bus.clock.now()
             for member in second.view().members:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from rlbus.controller import registry as registry_module
+from rlbus.controller.liveness import MAX_INTERVAL_S
 from rlbus.controller.registry import FORGET_AFTER_S, Gone, Joined, Registry, Updated
 from rlbus.controller.testing import V6, V7, announcement
 from rlbus.schemas import (
@@ -122,7 +123,7 @@ def test_a_worker_with_a_longer_interval_may_be_silent_longer() -> None:
 def test_an_interval_beyond_reason_is_cut() -> None:
     """Nobody can claim to be alive for ever."""
     registry = fleet(announcement("backend/1", interval_s=1e9))
-    registry.tick(4 * registry_module.MAX_INTERVAL_S)
+    registry.tick(4 * MAX_INTERVAL_S)
     assert liveness(registry) is Liveness.DEAD
 
 
@@ -368,3 +369,62 @@ def test_what_an_answer_showed_counts_until_the_next_announcement() -> None:
     assert reason(registry) == "generation is paused"
     registry.hear(announcement("backend/1", seq=2), 1.0)
     assert reason(registry) is None
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "expected"),
+    [(0.25, Liveness.DEAD), (2.0, Liveness.DEAD), (2.1, Liveness.ALIVE), (60.0, Liveness.ALIVE)],
+)
+def test_a_registry_that_stood_still_itself_declares_nobody_dead(gap_s: float, expected: Liveness) -> None:
+    """A tick later than eight of its intervals: what was said meanwhile hasn't been read yet."""
+    registry = Registry("test", tick_s=0.25)
+    registry.hear(announcement("backend/1"), 0.0)
+    registry.tick(20.0 - gap_s)
+    registry.hear(announcement("backend/2"), 20.0 - gap_s)
+    registry.tick(20.0)
+    assert liveness(registry) is expected
+
+
+def test_who_stays_silent_after_we_stood_still_dies_all_the_same() -> None:
+    """The ages restart, they don't end."""
+    registry = Registry("test", tick_s=0.25)
+    registry.hear(announcement("backend/1"), 0.0)
+    registry.tick(0.25)
+    registry.tick(60.0)
+    for quarter in range(1, 81):
+        registry.tick(60.0 + quarter / 4)
+    assert liveness(registry) is Liveness.DEAD
+
+
+def test_an_announcement_sent_before_an_answer_does_not_replace_what_the_answer_showed() -> None:
+    """They come on two subscriptions, so the older may be read later."""
+    registry = fleet(announcement("backend/1"))
+    paused = announcement("backend/1", generation=Generation.PAUSED).status
+    registry.learn(W1, "boot", paused, 3)
+    assert registry.hear(announcement("backend/1", seq=3), 1.0) == ()
+    assert reason(registry) == "generation is paused"
+    registry.hear(announcement("backend/1", seq=4), 1.0)
+    assert reason(registry) is None
+
+
+def test_whom_nobody_heard_is_left_out_until_it_announces_itself() -> None:
+    """Suspect at once, also after a tick and a reconnect of ours."""
+    registry = fleet(announcement("backend/1"), announcement("backend/2"))
+    registry.unheard(W1)
+    registry.tick(1.0)
+    registry.reconnected(1.0)
+    registry.tick(2.0)
+    assert liveness(registry) is Liveness.SUSPECT
+    assert reason(registry) == "nobody listened on its subject when it was last sent a command"
+    assert [m.worker for m in registry.addressable(ALL)] == [W2]
+    registry.hear(announcement("backend/1", seq=2), 3.0)
+    assert (liveness(registry), reason(registry)) == (Liveness.ALIVE, None)
+
+
+def test_a_worker_that_has_seen_a_newer_term_refuses_us_and_says_so() -> None:
+    """Every command of ours would be refused as stale."""
+    registry = Registry("test", term=5)
+    registry.hear(announcement("backend/1", term=6), 0.0)
+    registry.hear(announcement("backend/2", term=5), 0.0)
+    assert reason(registry) == "refuses this controller: it has seen term 6, ours is 5"
+    assert reason(registry, W2) is None

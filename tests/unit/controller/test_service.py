@@ -13,7 +13,7 @@ from rlbus.bus import Bus
 from rlbus.codec import decode
 from rlbus.controller.service import Controller, Settings
 from rlbus.controller.testing import TENSORS, Fleet, announcement, controller_on_bus, fleet_on_bus, request_of
-from rlbus.errors import BusyError, RefusedError
+from rlbus.errors import BusyError, PartialError, RefusedError
 from rlbus.schemas import (
     CancelOp,
     Command,
@@ -425,5 +425,36 @@ def test_a_cancel_of_an_op_that_has_ended_says_so() -> None:
         with pytest.raises(RefusedError) as caught:
             await fleet.client.cancel("done")
         assert str(caught.value) == "controller: op done has ended [unknown_op]"
+
+    on_fleet([worker(1)], scenario)
+
+
+def test_a_wrong_announcement_is_refused_and_the_others_are_reached() -> None:
+    """Neither a reserved component nor another's subject gets into the fleet, and a pause finds only who is there."""
+
+    async def scenario(fleet: Fleet[Rig], caller: Caller) -> None:
+        bus = caller.bus
+        bus.publish("dyn.test.controller.worker.9", announcement("controller/9"))
+        bus.publish(subjects.worker("test", "backend", "2"), announcement("backend/1", boot_id="fake", world_size=7))
+        await asyncio.sleep(0.05)
+        assert fleet.controller.registry.num_refused == 2
+        report = await fleet.client.pause()
+        assert {o.worker: o.outcome.value for o in report.outcomes} == {"backend/1": "ok"}
+
+    on_fleet([worker(1)], scenario)
+
+
+def test_a_worker_that_nobody_hears_is_left_out_of_the_next_op() -> None:
+    """Found out by the first op, in its report; the second addresses who is there."""
+
+    async def scenario(fleet: Fleet[Rig], caller: Caller) -> None:
+        caller.announce(announcement("backend/2", routes=("flush_cache", "pause_generation")))
+        await asyncio.sleep(0.05)
+        with pytest.raises(PartialError) as caught:
+            await fleet.client.flush()
+        first = caught.value.report
+        assert {o.worker: o.outcome.value for o in first.outcomes} == {"backend/1": "ok", "backend/2": "unknown"}
+        second = await fleet.client.flush()
+        assert {o.worker: o.outcome.value for o in second.outcomes} == {"backend/1": "ok"}
 
     on_fleet([worker(1)], scenario)

@@ -384,3 +384,16 @@ def test_on_a_lossy_bus_every_worker_has_one_true_outcome_and_runs_at_most_once(
         assert sum(g.is_ok for g in got.values()) >= 15
 
     run(scenario())
+
+
+def test_a_member_that_cannot_be_addressed_costs_the_others_nothing() -> None:
+    """A reserved component, a bad id: their own outcome says so, and everybody else is paused."""
+
+    async def scenario() -> tuple[bool, list[str]]:
+        scene = Scene()
+        (good,) = await scene.add(1)
+        bad = [WorkerId("controller/9"), WorkerId("controller/8"), WorkerId("backend/x")]
+        got = await scene.pause(members=[*bad, good.id])
+        return got[good.id].is_ok, [str(got[b].fault and got[b].fault.detail.get("settled")) for b in bad]  # type: ignore[union-attr]
+
+    assert run(scenario()) == (True, ["not_begun"] * 3)

@@ -350,7 +350,10 @@ def test_nobody_on_a_workers_own_subject_counts_only_when_repeated() -> None:
     g.on_nobody(A, 0.6)
     g.on_answer(accepted(B), 0.6)
     g.on_nobody(B, 0.6)
-    assert code_of(g, A) is FaultCode.NO_ACK
+    fault = g.outcomes[A].fault
+    assert fault is not None
+    assert (fault.code, fault.message) == (FaultCode.NO_ACK, "x/1 is not there: nobody listens on its subject")
+    assert fault.detail == {"heard_by": "nobody"}
     assert g.num_open == 1
 
 

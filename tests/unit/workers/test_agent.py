@@ -133,13 +133,25 @@ def test_stale_and_foreign_commands_change_nothing() -> None:
     """Expired, of an old term, for others, on the wrong subject: refused before any engine call."""
 
     async def scenario(rig: Rig) -> None:
-        await rig.send(GetVersion(), term=5)
+        await rig.send(FlushCache(), term=5)
         assert code_of(await rig.send(PauseGeneration(), term=4)) is FaultCode.STALE_TERM
         assert code_of(await rig.send(PauseGeneration(), term=5, expires_in_s=-0.001)) is FaultCode.EXPIRED
         assert code_of(await rig.send(PauseGeneration(), term=5, members=("8",))) is FaultCode.NOT_A_MEMBER
         wrong = await rig.send(PauseGeneration(), term=5, route="flush_cache")
         assert code_of(wrong) is FaultCode.BAD_MESSAGE
-        assert [c for c in rig.engine.calls if c not in ("start", "observe")] == []
+        assert [c for c in rig.engine.calls if c not in ("start", "observe")] == ["flush_cache"]
+
+    on_worker(scenario)
+
+
+def test_a_result_tells_how_many_announcements_came_before_it() -> None:
+    """So that one of those that is read later doesn't count as newer."""
+
+    async def scenario(rig: Rig) -> None:
+        assert (await rig.send(GetVersion())).seq == 1
+        await rig.send(Hello())
+        await asyncio.sleep(1.0)
+        assert (await rig.send(GetVersion())).seq == 2
 
     on_worker(scenario)
 

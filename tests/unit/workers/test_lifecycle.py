@@ -39,7 +39,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.workers.journal import Record
-from rlbus.workers.lifecycle import decide, is_mutation, served_routes, takes_back
+from rlbus.workers.lifecycle import MAX_TERM, decide, is_mutation, served_routes, takes_back
 from rlbus.workers.moves import (
     AnswerNow,
     Arrived,
@@ -294,6 +294,20 @@ def test_newer_term_is_kept_also_when_busy() -> None:
     assert (action.fault.code, action.fault.detail["op_id"]) == (FaultCode.BUSY, "a")
     assert state == replace(busy, term=5)
     assert refusal(state, arrived(GetVersion(), term=4)) is FaultCode.STALE_TERM
+
+
+def test_a_query_raises_no_term() -> None:
+    """Whoever only looks takes nobody's place."""
+    assert decide(FRESH, arrived(GetVersion(), term=5)) == (FRESH, (AnswerNow(),))
+
+
+@pytest.mark.parametrize("body", [FlushCache(), GetVersion()])
+def test_a_term_beyond_reason_is_refused_and_not_kept(body: CommandBody) -> None:
+    """Nobody could lead after it."""
+    assert refusal(FRESH, arrived(body, term=MAX_TERM)) is None
+    state, (action,) = decide(FRESH, arrived(body, term=MAX_TERM + 1))
+    assert isinstance(action, Refuse)
+    assert (state, action.fault.code) == (FRESH, FaultCode.BAD_MESSAGE)
 
 
 def test_repeat_joins_replays_or_is_an_abuse() -> None:
