@@ -24,6 +24,8 @@ from rlbus.schemas import (
     WorkerId,
     split_worker_id,
 )
+from rlbus.schemas.weights import MAX_VERSION_NUMBER
+from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from rlbus.transfer.manifest import num_bytes
 
 # Largest deadline that a request may ask for, in seconds: nothing here waits for longer than a day.
@@ -77,6 +79,8 @@ def check_version(
 
     The fleet's own version may be given again to workers that don't have it: that catches them up.
     """
+    if not _is_in_bounds(version):
+        return fault(FaultCode.BAD_MESSAGE, f"version is {version}; use numbers from 0 to {MAX_VERSION_NUMBER}")
     fleet = registry.version
     if fleet is None or allow_rollback or version > fleet:
         return None
@@ -166,15 +170,17 @@ def plan_update(
 def _numbers_problem(request: UpdateWeights, num_workers: int) -> str | None:
     if request.require is not None and not 1 <= request.require <= num_workers:
         return f"require is {request.require}, the target has {num_workers} workers"
-    if request.bucket_bytes < 1:
-        return f"bucket_bytes is {request.bucket_bytes}, at least 1 is needed"
+    if not MIN_BUCKET_BYTES <= request.bucket_bytes <= MAX_BUCKET_BYTES:
+        return f"bucket_bytes is {request.bucket_bytes}; use {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}"
     if request.num_trainer_ranks < 1:
         return f"num_trainer_ranks is {request.num_trainer_ranks}, at least 1 is needed"
     if not 0 < request.stall_s <= MAX_DEADLINE_S:
         return f"stall_s is {request.stall_s:g}; use more than 0 and at most {MAX_DEADLINE_S:g} seconds"
-    if request.version.incarnation < 0 or request.version.step < 0:
-        return f"version is {request.version}; use numbers from 0 on"
     return None
+
+
+def _is_in_bounds(version: Version) -> bool:
+    return all(0 <= number <= MAX_VERSION_NUMBER for number in (version.incarnation, version.step))
 
 
 def _in_order(members: Sequence[Member]) -> list[Member]:

@@ -193,7 +193,7 @@ class SenderHalf:
     ) -> None:
         self.state = state.at_next_op()
         self.sent: Sent | None = None
-        self.cause: Exception | None = None
+        self.cause: BaseException | None = None
         self._bus = bus
         self._namespace = namespace
         self._plane = plane
@@ -292,7 +292,9 @@ class SenderHalf:
     async def _try(self, epoch: int, code: FaultCode, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as exc:  # noqa: BLE001 - a source is the user's code; `cause` is chained to what they get
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as exc:  # noqa: BLE001 - a source is the user's code; `cause` is chained to what they get
             self.cause = exc
             fault = exc.fault if isinstance(exc, FaultError) else Fault(code=code, message=_describe(exc))
             self._post(WorkFailed(epoch, fault))

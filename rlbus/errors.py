@@ -218,10 +218,12 @@ class PartialError(RLBusError):
 
     def __str__(self) -> str:
         bad = [o for o in self.report.outcomes if o.outcome.value != "ok"]
-        parts = [f"{o.worker} {o.outcome.value} in {o.phase}: {o.fault.message if o.fault else '-'}" for o in bad]
-        if not parts and self.report.fault is not None:
-            parts = [self.report.fault.message]
-        return f"{self.report.op} {self.report.op_id} ended {self.report.status.value}: " + "; ".join(parts)
+        parts = [f"{o.worker} {o.outcome.value} in {o.phase}{f': {o.fault.message}' if o.fault else ''}" for o in bad]
+        # The op's own fault is the cause of what has none; where every worker has its own, it would only repeat them.
+        if self.report.fault is not None and not (bad and all(o.fault for o in bad)):
+            parts.insert(0, self.report.fault.message)
+        text = f"{self.report.op} {self.report.op_id} ended {self.report.status.value}: " + "; ".join(parts)
+        return " ".join(text.splitlines())
 
 
 _CLASS_OF_CODE: dict[FaultCode, type[FaultError]] = {

@@ -12,6 +12,7 @@ Ctrl-C: the op is taken back, then KeyboardInterrupt goes on.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Coroutine
 from types import TracebackType
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
-from rlbus.errors import ClosedError
+from rlbus.errors import BrokenError, ClosedError
 from rlbus.reports import UpdateReport
 from rlbus.schemas import FleetView, PauseMode, Report, Target, Version
 from rlbus.session import Session, connect
@@ -42,6 +43,9 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._stopping = asyncio.Event()
+        self._is_stopped = False
+        # What ended the loop though nobody stopped it.
+        self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         self._loop = self._started.result(CLOSE_LIMIT_S)
@@ -49,29 +53,47 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop and wait for it. Ctrl-C cancels it, waits for its undoing, and is raised again.
 
-        Raises: whatever `work` raises. ClosedError: after `stop`. RuntimeError: called from the loop's own thread (a
-            callback), where it would wait for itself.
+        Raises: whatever `work` raises. ClosedError: after `stop`. BrokenError: the loop has died. RuntimeError: called
+            from the loop's own thread (a callback), where it would wait for itself.
         """
         problem: Exception | None = None
         if threading.current_thread() is self._thread:
             problem = RuntimeError("called from a callback on rlbus' own thread, where it would wait for itself")
         elif not self._thread.is_alive():
-            problem = ClosedError("trainer")
+            problem = ClosedError("trainer") if self._is_stopped else self._broken()
         if problem is not None:
             work.close()
-            raise problem
+            raise problem from self._death
         tasks: list[asyncio.Task[Any]] = []
-        future = asyncio.run_coroutine_threadsafe(_remembered(work, tasks), self._loop)
+        future = self._submit(_remembered(work, tasks))
         try:
             # In short waits: a signal that another thread received is seen by the main thread only when it wakes up.
             while not concurrent.futures.wait([future], timeout=WAKE_S).done:
-                pass
+                if not self.is_alive:
+                    raise self._broken() from self._death
+            if self._death is not None:  # then it is cancelled, or has what ended the loop
+                raise self._broken() from self._death
             return future.result()
         except BaseException:
-            if not future.done():
+            if not future.done() and self.is_alive:
                 self._loop.call_soon_threadsafe(self._cancel, tasks)
                 concurrent.futures.wait([future], timeout=INTERRUPT_LIMIT_S)
             raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether calls can be made."""
+        return self._thread.is_alive() and self._death is None
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as exc:  # closed since we looked
+            work.close()
+            raise self._broken() from (self._death or exc)
+
+    def _broken(self) -> BrokenError:
+        return BrokenError("rlbus' own thread", f"it has ended by {self._death!r}; open a new trainer")
 
     def _cancel(self, tasks: list[asyncio.Task[Any]]) -> None:
         if not tasks:  # its first step is already scheduled, so it comes before this
@@ -81,14 +103,19 @@ class LoopThread:
 
     def stop(self) -> None:
         """End the loop and its thread, in at most CLOSE_LIMIT_S. Idempotent."""
+        self._is_stopped = True
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+                self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(CLOSE_LIMIT_S)
 
     def _serve(self) -> None:
         with asyncio.Runner() as runner:
             self._started.set_result(runner.get_loop())
-            runner.run(self._wait_for_stop())
+            try:
+                runner.run(self._wait_for_stop())
+            except BaseException as exc:  # noqa: BLE001 - whoever calls next gets it as the cause
+                self._death = exc
 
     async def _wait_for_stop(self) -> None:
         await self._stopping.wait()
@@ -169,6 +196,8 @@ class Trainer:
             return
         self._trainer = None
         try:
+            if not self._loop.is_alive:
+                return  # the connection died with its loop
             self._loop.call(self._connection.__aexit__(None, None, None))
         finally:
             self._loop.stop()

@@ -13,7 +13,7 @@ the group runs in threads.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,6 +38,7 @@ from rlbus.errors import (
     FaultError,
     PartialError,
     PayloadTooLargeError,
+    TransferError,
     refused,
 )
 from rlbus.reports import UpdateReport
@@ -59,6 +60,8 @@ from rlbus.schemas import (
     UpdateWeights,
     Version,
 )
+from rlbus.schemas.weights import MAX_VERSION_NUMBER
+from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from rlbus.transfer.manifest import compare, digest, pages
 from rlbus.transfer.plane import SenderPlane, WeightSource
 
@@ -77,6 +80,7 @@ MAX_MANIFEST_RESENDS = 2
 
 # A module, a state dict, a re-iterable source of (name, tensor), or an object with `specs()` that yields the same.
 Weights = Any
+T = TypeVar("T")
 
 
 class Trainer:
@@ -178,7 +182,7 @@ class Trainer:
                     rendezvous=await self._plane.rendezvous(),
                     sender_id=self._plane.sender_id,
                     num_trainer_ranks=self._plane.num_ranks,
-                    bucket_bytes=int(_positive("bucket_bytes", bucket_bytes)),
+                    bucket_bytes=_bucket_bytes(bucket_bytes),
                     target=target,
                     require=require,
                     pause_mode=as_pause_mode(pause_mode),
@@ -209,10 +213,10 @@ class Trainer:
 
     async def _announce_and_run(
         self, request: UpdateWeights, weights: Weights, on_progress: ProgressHandler | None
-    ) -> tuple[UpdateReport, Exception | None]:
+    ) -> tuple[UpdateReport, BaseException | None]:
         """Announce what will be sent, then run the op; a manifest that the controller forgot is announced again."""
         source = await as_source(weights)
-        specs, manifest = await asyncio.to_thread(_manifest_of, source)
+        specs, manifest = await _read(lambda: _manifest_of(source))
         _check_size(specs)
         request = msgspec.structs.replace(request, manifest_digest=manifest)
         for num_resends in range(MAX_MANIFEST_RESENDS + 1):
@@ -257,7 +261,7 @@ class Trainer:
         source: WeightSource,
         specs: tuple[TensorSpec, ...],
         on_progress: ProgressHandler | None,
-    ) -> tuple[UpdateReport, Exception | None]:
+    ) -> tuple[UpdateReport, BaseException | None]:
         """The op itself: hear the controller out while `SenderHalf` does what it says."""
         order = SendOrder(request.op_id, request.version, source, specs, request.bucket_bytes)
         half = SenderHalf(self._bus, self._namespace, self._plane, order, self._group, self._caller)
@@ -296,10 +300,13 @@ class Trainer:
 
 
 def as_version(version: int | Version, incarnation: int) -> Version:
-    """The version that a caller means. Raises ConfigError for a negative one."""
-    meant = Version(incarnation=incarnation, step=version) if isinstance(version, int) else version
-    if meant.step < 0 or meant.incarnation < 0:
-        raise ConfigError("version", str(meant), "use numbers from 0 on")
+    """The version that a caller means. Raises ConfigError: no whole numbers from 0 to MAX_VERSION_NUMBER."""
+    meant = version if isinstance(version, Version) else Version(incarnation=incarnation, step=version)
+    for number in (meant.step, meant.incarnation):
+        if not _is_int(number):
+            raise ConfigError("version", number, "use an int or a Version, of whole numbers")
+        if not 0 <= number <= MAX_VERSION_NUMBER:
+            raise ConfigError("version", str(meant), f"use numbers from 0 to {MAX_VERSION_NUMBER}")
     return meant
 
 
@@ -314,7 +321,24 @@ async def as_source(weights: Weights) -> WeightSource:
         from rlbus.transfer.source import weight_source
     except ImportError as exc:
         raise ConfigError("weights", type(weights).__name__, 'needs torch: pip install "rlbus[torch]"') from exc
-    return await asyncio.to_thread(weight_source, weights)
+    return await _read(lambda: weight_source(weights))
+
+
+async def _read(work: Callable[[], T]) -> T:
+    """Run what calls the user's source in a thread. Cancel: the thread goes on, its result is dropped.
+
+    Raises: TransferError: it raised what is no Exception (SystemExit), which would end the event loop, not the update.
+    """
+
+    def guarded() -> T:
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as exc:
+            raise TransferError("read the weights", f"the source raised {type(exc).__name__}: {exc}") from exc
+
+    return await asyncio.to_thread(guarded)
 
 
 def _manifest_of(source: WeightSource) -> tuple[tuple[TensorSpec, ...], str]:
@@ -333,6 +357,16 @@ def _check_size(specs: Sequence[TensorSpec]) -> None:
     except PayloadTooLargeError as exc:
         message = f"{len(specs)} tensors are too many for one update: {exc}"
         raise refused(FaultCode.TOO_LARGE, message, num_tensors=len(specs)) from exc
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bucket_bytes(value: int) -> int:
+    if not _is_int(value) or not MIN_BUCKET_BYTES <= value <= MAX_BUCKET_BYTES:
+        raise ConfigError("bucket_bytes", value, f"use a whole number from {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}")
+    return value
 
 
 def _positive(name: str, value: float) -> float:
@@ -355,7 +389,7 @@ def _refused_report(op_id: str, version: Version, error: FaultError, took_s: flo
     )
 
 
-def _raise_for_update(report: UpdateReport, cause: Exception | None) -> None:
+def _raise_for_update(report: UpdateReport, cause: BaseException | None) -> None:
     """As `raise_for_report`, with what went wrong on this side as the cause."""
     if cause is not None:
         raise PartialError(report.report) from cause

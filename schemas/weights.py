@@ -6,6 +6,9 @@ import msgspec
 
 from rlbus.schemas.base import Wire
 
+# Largest incarnation and step: above it JSON numbers lose digits, and a fleet that served it could take nothing newer.
+MAX_VERSION_NUMBER = 2**53
+
 
 class Version(Wire, frozen=True, kw_only=True, order=True, array_like=True):
     """Version of a worker's weights: ordered by incarnation, then step. On the wire `[incarnation, step]`.

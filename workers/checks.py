@@ -23,10 +23,9 @@ from rlbus.schemas import (
     Version,
     WeightsState,
 )
+from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from rlbus.workers.state import WorkerState
 
-# Largest bucket that a worker allocates for a transfer, in bytes.
-MAX_BUCKET_BYTES = 1 << 30
 # Longest lease that a pause may have, in seconds: what is to hold longer than a day is an explicit hold.
 MAX_LEASE_S = 86_400.0
 
@@ -172,10 +171,10 @@ def _check_receive(state: WorkerState, body: ReceiveWeights) -> Fault | None:
             version=body.version,
             prepared=None if prepared is None else prepared.version,
         )
-    if not 0 < body.bucket_bytes <= MAX_BUCKET_BYTES:
+    if not MIN_BUCKET_BYTES <= body.bucket_bytes <= MAX_BUCKET_BYTES:
         return fault(
             FaultCode.BAD_MESSAGE,
-            f"bucket_bytes {body.bucket_bytes} is not in 1..{MAX_BUCKET_BYTES}",
+            f"bucket_bytes {body.bucket_bytes} is not in {MIN_BUCKET_BYTES}..{MAX_BUCKET_BYTES}",
             bucket_bytes=body.bucket_bytes,
         )
     return _check_paused(state)

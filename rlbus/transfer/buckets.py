@@ -13,6 +13,9 @@ from rlbus.errors import ConfigError
 
 # The largest element (complex128) and what vector loads like.
 ALIGN_BYTES = 16
+# What one bucket may be: room for an element, and no more than a member can be asked to allocate (1 GiB).
+MIN_BUCKET_BYTES = ALIGN_BYTES
+MAX_BUCKET_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

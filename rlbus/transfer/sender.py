@@ -198,7 +198,7 @@ def _guarded(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
             return
         except RLBusError as exc:
             raise TransferError("send", f"the source failed: {exc}") from exc
-        except Exception as exc:
-            # User code; the trainer gets it as the cause.
+        except BaseException as exc:
+            # User code in a thread of ours; the trainer gets it as the cause, SystemExit too.
             raise TransferError("send", f"the source raised {type(exc).__name__}: {exc}") from exc
         yield pair

@@ -32,6 +32,11 @@ RELEASE_S = 5.0
 # What a collective may take beyond its own time-out, before the watchdog breaks the group.
 WATCHDOG_GRACE_S = 2.0
 _WATCH_S = 0.5
+# A broken group is broken again this often until its thread is out, since one that comes beside the start of a
+# collective can be lost.
+ABORT_AGAIN_S = 0.05
+# Threads that may hang in groups that were left, before no more is begun.
+MAX_LEFT_BEHIND = 4
 
 
 class TorchPlane:
@@ -64,6 +69,10 @@ class TorchPlane:
         self._give_up = GiveUp()
         # Ends when the thread of the join or send that runs does. None: nothing runs.
         self._work: asyncio.Task[object] | None = None
+        # The group that it is about, which also a thread that was left behind keeps for itself.
+        self._work_group: list[Group] = []
+        # Work that was left while it ran, with what goes on breaking its group; at most MAX_LEFT_BEHIND.
+        self._left: dict[asyncio.Task[object], asyncio.Task[None]] = {}
         self._is_closed = False
 
     @property
@@ -104,27 +113,29 @@ class TorchPlane:
             raise ConfigError("backend", plan.backend, f"this trainer's data plane is {self._backend}")
         give_up = self._give_up = GiveUp()
 
+        formed: list[Group] = []
+
         def work() -> None:
             group = open_group(plan, 0, self._device, give_up=give_up)
             try:
                 give_up.check(f"join group {plan.epoch}")
                 # Known before the proof, which can block: `leave` has to be able to break it.
-                self._group = group
+                formed.append(group)
                 give_up.check(f"join group {plan.epoch}")
                 prove(group)
             except BaseException:
-                # Whoever gave up may have looked before the group was there, and a later join may have its own by now.
-                if self._group is group:
-                    self._group = None
                 group.abort("the join failed")
                 group.close()
                 raise
 
         try:
-            await self._run(work, f"join group {plan.epoch}")
+            await self._run(work, f"join group {plan.epoch}", formed)
+            give_up.check(f"join group {plan.epoch}")
         except BaseException as exc:
-            self._drop(f"the join failed: {exc}")
+            if give_up is self._give_up:  # else a later join has begun, and left this one
+                self._drop(f"the join failed: {exc}")
             raise
+        self._group = formed[0]
 
     async def send(
         self,
@@ -147,10 +158,11 @@ class TorchPlane:
         watchdog = asyncio.create_task(_watch(group))
         try:
             return await self._run(
-                lambda: send(group, source, specs, bucket_bytes, on_progress, stream_id=stream_id), "send"
+                lambda: send(group, source, specs, bucket_bytes, on_progress, stream_id=stream_id), "send", [group]
             )
         except asyncio.CancelledError:
-            self._drop("the send was cancelled")
+            if self._group is group:
+                self._drop("the send was cancelled")
             raise
         finally:
             watchdog.cancel()
@@ -162,18 +174,21 @@ class TorchPlane:
 
         Cancel: the group is broken, its thread may still run.
         """
-        work = self._work
         self._drop(reason)
-        if work is not None and work is not asyncio.current_task():
-            _, pending = await asyncio.wait({work}, timeout=RELEASE_S)
+        left = set(self._left) - {asyncio.current_task()}
+        if left:
+            _, pending = await asyncio.wait(left, timeout=RELEASE_S)
             if pending:
-                _log.error("a thread of the data plane is left behind, stuck in the group: %s", reason)
+                _log.error("%d threads of the data plane are left behind, stuck in a group: %s", len(pending), reason)
 
     async def aclose(self) -> None:
         """Leave, and close the rendezvous. Idempotent. Cancel: as leave."""
         self._is_closed = True
         await self.leave("closed")
         self._store = None
+        for breaking in self._left.values():
+            breaking.cancel()
+        await asyncio.gather(*self._left.values(), return_exceptions=True)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -182,17 +197,23 @@ class TorchPlane:
     def _drop(self, reason: str) -> None:
         self._give_up.set(reason)
         group, self._group = self._group, None
+        work, self._work = self._work, None
+        if work is not None and not work.done():
+            self._left[work] = asyncio.create_task(_break_until_out(work, self._work_group, reason))
+            work.add_done_callback(self._left.pop)
+        for broken in self._work_group if work is not None else ():
+            broken.abort(reason)
         if group is not None:
-            if self._work is not None:
-                group.abort(reason)
             group.close()
 
-    async def _run(self, work: Callable[[], T], name: str) -> T:
-        """Run blocking work, one at a time, in a thread whose end `leave` can await."""
+    async def _run(self, work: Callable[[], T], name: str, group: list[Group]) -> T:
+        """Run blocking work on `group`, one at a time, in a thread whose end `leave` can await."""
         if self._work is not None and not self._work.done():
             raise TransferError(name, "this data plane is still busy with a join or send")
+        if len(self._left) >= MAX_LEFT_BEHIND:
+            raise TransferError(name, f"{len(self._left)} threads still hang in groups that were left")
         task: asyncio.Task[T] = asyncio.ensure_future(run_in_thread(work, name=f"rlbus {name}"))
-        self._work = task
+        self._work, self._work_group = task, group
         task.add_done_callback(self._ended)
         # Shielded, so that `leave` can await the thread also after its caller was cancelled.
         return await asyncio.shield(task)
@@ -202,6 +223,14 @@ class TorchPlane:
             self._work = None
         if not task.cancelled():
             task.exception()  # seen here if the caller was cancelled
+
+
+async def _break_until_out(work: "asyncio.Task[object]", groups: list[Group], reason: str) -> None:
+    """Break the group of `work` again and again until its thread is out; the group can also appear only now."""
+    while not work.done():
+        for group in groups:
+            group.abort(reason)
+        await asyncio.sleep(ABORT_AGAIN_S)
 
 
 async def _watch(group: Group) -> None:

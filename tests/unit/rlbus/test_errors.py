@@ -31,6 +31,15 @@ REPORT = Report(
     phases_s={"pause": 0.5},
     took_s=0.5,
 )
+CAUSED = Report(
+    op_id="op-1",
+    op="pause",
+    status=OpStatus.FAILED,
+    outcomes=(WorkerOutcome(worker=worker_id("decode", "1"), outcome=Outcome.UNDONE, phase="transfer"),),
+    phases_s={},
+    took_s=0.5,
+    fault=Fault(code=FaultCode.SENDER_FAILED, message="the sender failed:\nno disk"),
+)
 
 EXAMPLES: list[tuple[errors.RLBusError, str]] = [
     (errors.ConfigError("url", "x", "use nats://"), "url='x': use nats://"),
@@ -43,6 +52,10 @@ EXAMPLES: list[tuple[errors.RLBusError, str]] = [
     (errors.TransferError("join", "timed out"), "join: timed out"),
     (errors.BusyError(FAULT, "decode/1"), "decode/1: another op runs [busy]"),
     (errors.BusyError(FAULT), "another op runs [busy]"),
+    (
+        errors.PartialError(CAUSED),
+        "pause op-1 ended failed: the sender failed: no disk; decode/1 undone in transfer",
+    ),
     (errors.PartialError(REPORT), "pause op-1 ended partial: decode/2 refused in pause: another op runs"),
 ]
 

@@ -13,7 +13,7 @@ from rlbus import subjects
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.config import BusConfig
-from rlbus.errors import BrokenError, ClosedError
+from rlbus.errors import BrokenError, ClosedError, TransferError
 from rlbus.schemas import (
     CancelOp,
     ControlRequest,
@@ -271,3 +271,33 @@ def test_a_call_from_its_own_thread_is_an_error_not_a_deadlock() -> None:
     loop.stop()
     with pytest.raises(ClosedError):
         loop.call(outer())
+
+
+class Exiting(Source):
+    """A source that ends the process, or would."""
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Never."""
+        raise SystemExit(3)
+
+
+def test_a_source_that_exits_fails_its_update_and_nothing_else(controllers: list[Controller]) -> None:
+    """SystemExit in a thread of ours is an error with that cause; the next update goes well."""
+    with trainer() as t:
+        with pytest.raises(TransferError, match="the source raised SystemExit: 3") as caught:
+            t.update_weights(Exiting(), version=1)
+        assert isinstance(caught.value.__cause__, SystemExit)
+        assert t.update_weights(Source(), version=1).ok
+
+
+def test_calls_after_the_loop_has_died_are_broken_at_once_and_closing_is_clean(controllers: list[Controller]) -> None:
+    """Also the call in which it died."""
+
+    def exit_now(_progress: object) -> None:
+        raise SystemExit(4)
+
+    with trainer(Plane(send_s=60.0)) as t:
+        for _ in range(2):
+            with pytest.raises(BrokenError, match=r"it has ended by SystemExit\(4\)"):
+                t.update_weights(Source(), version=1, on_progress=exit_now)
+    assert num_loop_threads() == 0

@@ -373,7 +373,14 @@ def test_more_tensors_than_can_be_reported_are_refused_before_anything_is_sent()
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"bucket_bytes": 0}, {"deadline_s": -1.0}, {"stall_s": 0}, {"pause_mode": "x"}, {"incarnation": -1}]
+    "arguments",
+    [
+        *({"bucket_bytes": value} for value in (0, 1, 10**12, 2**64, 0.5, True)),
+        {"deadline_s": -1.0},
+        {"stall_s": 0},
+        {"pause_mode": "x"},
+        *({"incarnation": value} for value in (-1, 2**53 + 1, 1.5)),
+    ],
 )
 def test_arguments_that_make_no_sense_are_config_errors(arguments: dict[str, Any]) -> None:
     """Nothing is sent for them."""
@@ -381,6 +388,18 @@ def test_arguments_that_make_no_sense_are_config_errors(arguments: dict[str, Any
     async def scenario(trainer: Trainer, controller: Controller) -> None:
         with pytest.raises(ConfigError):
             await trainer.update_weights(Source(), version=1, **arguments)
+        assert controller.requests == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("version", [1.5, "3", None, True, -1, 2**53 + 1, Version(step=2**53 + 1)])
+def test_a_version_that_is_no_whole_number_in_bounds_is_a_config_error(version: Any) -> None:
+    """It names the version; nothing is sent."""
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        with pytest.raises(ConfigError, match="version="):
+            await trainer.update_weights(Source(), version=version)
         assert controller.requests == []
 
     play(scenario)

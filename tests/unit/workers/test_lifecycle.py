@@ -83,13 +83,13 @@ def plan(epoch: int = 3, **changes: Any) -> GroupPlan:
         "world_size": 3,
         "spans": (RankSpan(component="backend", instance_id="7", first=1, num_ranks=2),),
         "rendezvous": Rendezvous(host="h", port=1, prefix="p"),
-        "bucket_bytes": 8,
+        "bucket_bytes": 16,
     }
     return GroupPlan(**(fields | changes))
 
 
 PREPARE = PrepareWeightsUpdate(version=V2, manifest_digest="d")
-RECEIVE = ReceiveWeights(update_op_id="u", epoch=3, version=V2, manifest_digest="d", bucket_bytes=8)
+RECEIVE = ReceiveWeights(update_op_id="u", epoch=3, version=V2, manifest_digest="d", bucket_bytes=16)
 COMMIT = CommitWeights(update_op_id="u", version=V2)
 ABORT = AbortWeights(update_op_id="u", reason="r")
 LOAD = LoadWeights(path="/w", version=V2)
@@ -350,7 +350,7 @@ TAKE_BACKS: list[tuple[CommandBody, CommandBody, bool]] = [
     (ABORT, PauseGeneration(), False),
     (ResumeGeneration(), PauseGeneration(), True),
     (PauseGeneration(), ResumeGeneration(), False),
-    (ReceiveWeights(update_op_id="u", epoch=3, version=V2, manifest_digest="d", bucket_bytes=8), RECEIVE, False),
+    (ReceiveWeights(update_op_id="u", epoch=3, version=V2, manifest_digest="d", bucket_bytes=16), RECEIVE, False),
 ]
 
 
