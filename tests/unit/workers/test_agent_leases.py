@@ -19,10 +19,12 @@ from rlbus.schemas import (
     Version,
     WeightsState,
 )
+from rlbus.testing import run
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
 from rlbus.workers.leases import RETRY_S
-from rlbus.workers.testing import Rig, code_of, on_worker, updated
+from rlbus.workers.testing import Rig, code_of, on_worker, updated, worker_on_bus
 
 pytestmark = pytest.mark.unit
 
@@ -164,10 +166,17 @@ def test_a_resume_in_time_ends_the_lease() -> None:
     on_worker(scenario)
 
 
-def test_a_worker_that_stops_leaves_no_timer_behind() -> None:
-    """With its lease running; the run ends as any other."""
+def test_a_worker_that_stops_leaves_no_timer_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing wakes up at the end of a lease whose agent has ended."""
 
-    async def scenario(rig: Rig) -> None:
-        await rig.send(PauseGeneration(owner="u", lease_s=1000.0))
+    async def main() -> None:
+        async with worker_on_bus(FakeEngine()) as rig:
+            await rig.send(PauseGeneration(owner="u", lease_s=5.0))
+            assert rig.agent.state.lease is not None
+        await asyncio.sleep(100.0)
+        assert rig.agent.state.lease is not None
+        assert rig.agent.state.lease.end_op_id is None
+        assert "resume" not in rig.engine.calls
 
-    on_worker(scenario)
+    run(main())
+    assert "ended without renewal" not in caplog.text
