@@ -168,5 +168,6 @@ RECORD: dict[Stage, Recorder] = {
     Stage.ABORT: _aborted,
     Stage.SETTLE: _settled,
     Stage.FREE: _freed,
+    Stage.REGROUP: _ignored,  # who can't is asked to leave once more by joining the next group
     Stage.LEAVE: _ignored,  # whoever can't leave is asked to again when the next group is formed
 }

@@ -6,11 +6,13 @@ prepare -> form or reuse the group -> sender ready -> pause -> receive -> verify
   everything and has the trainer's checksums is committed and resumed, the rest is wound down (`winding`).
 - Once a worker is committed, neither a cancel nor the deadline turns back.
 - `require` lets workers drop out while preparing; a group, once formed, needs all of its members.
+- With `on_failure` retry, an attempt that lost somebody is followed by one on those who are left (`attempts`).
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from rlbus.controller.attempts import may_go_without_lost, may_retry, next_attempt, step_of
 from rlbus.controller.grouping import fits, new_plan
 from rlbus.controller.seats import blame, change, record
 from rlbus.controller.update_state import (
@@ -36,7 +38,7 @@ from rlbus.controller.update_state import (
     WorkersAnswered,
 )
 from rlbus.controller.verify import check_received, check_sent
-from rlbus.controller.winding import WINDING, wind_down
+from rlbus.controller.winding import WINDING, wind_down, wind_up
 from rlbus.schemas import (
     CommandBody,
     CommitWeights,
@@ -111,8 +113,8 @@ def _on_gone(state: UpdateState, event: WorkerGone) -> Decision:
 def _on_stop(state: UpdateState, event: StopAsked) -> Decision:
     """Take it back, as far as that is no harm: who has everything already is better committed than torn."""
     if state.stage not in FORWARD:
-        return state, ()
-    state = replace(state, causes=(*state.causes, event.fault))
+        return replace(state, is_stopped=True), ()
+    state = replace(state, causes=(*state.causes, event.fault), is_stopped=True)
     is_complete = any(seat.is_good and seat.damage is Damage.RECEIVED for seat in state.seats.values())
     if state.stage is not Stage.RECEIVE or state.sender is not Sender.SENT or not is_complete:
         return wind_down(state)
@@ -145,7 +147,7 @@ def _on_sender_failed(state: UpdateState, event: SenderFailed) -> Decision:
 def _ask(
     state: UpdateState, stage: Stage, body: CommandBody, workers: tuple[WorkerId, ...], step: str | None = None
 ) -> Decision:
-    step = stage.value if step is None else step
+    step = step_of(state, stage.value if step is None else step)
     state = replace(state, stage=stage, step=step, pending=frozenset(workers), accepted=frozenset())
     return state, (Ask(step, body, workers, is_ending=stage not in FORWARD),)
 
@@ -177,7 +179,7 @@ def _after_prepare(state: UpdateState) -> Decision:
         return state, ()
     if state.lacking and state.stage is Stage.PREPARE:
         return _put_page(state)
-    if len(state.crew) < max(1, state.plan.num_needed):
+    if not may_go_without_lost(state):
         return wind_down(state)
     return _form(state)
 
@@ -203,7 +205,8 @@ def _form(state: UpdateState) -> Decision:
     plan = state.plan
     crew = tuple(state.seats[w].candidate for w in state.crew)
     if plan.current is not None and plan.is_whole and fits(plan.current, plan.request, crew):
-        state = replace(state, stage=Stage.JOIN, step=None, group=plan.current)
+        epochs = (*state.epochs, plan.current.plan.epoch)
+        state = replace(state, stage=Stage.JOIN, step=None, group=plan.current, epochs=epochs)
         state = change(state, state.crew, is_joined=True)
         return _after_join(state)
     if plan.current is None:
@@ -224,7 +227,8 @@ def _join(state: UpdateState) -> Decision:
     crew = state.crew
     group_plan = new_plan(state.plan, tuple(state.seats[w].candidate for w in crew))
     boots = {w: state.seats[w].candidate.boot_id for w in crew}
-    state = replace(state, group=Group(group_plan, state.plan.request.sender_id, boots))
+    group = Group(group_plan, state.plan.request.sender_id, boots)
+    state = replace(state, group=group, epochs=(*state.epochs, group_plan.epoch))
     return _ask(state, Stage.JOIN, InitGroup(plan=group_plan), crew)
 
 
@@ -330,6 +334,13 @@ def _after_resume(state: UpdateState) -> Decision:
     return (state, ()) if state.pending else wind_down(state)
 
 
+def _after_regroup(state: UpdateState) -> Decision:
+    """Begin again with those who left the broken group, if there still are enough and nobody wants it ended."""
+    if state.pending:
+        return state, ()
+    return _prepare(next_attempt(state)) if may_retry(state) else wind_up(state)
+
+
 def _is_group_good(state: UpdateState) -> bool:
     assert state.group is not None
     return all(state.seats[w].is_good for w in state.group.workers)
@@ -351,4 +362,5 @@ _NEXT: dict[Stage, Callable[[UpdateState], Decision]] = {
     Stage.COMMIT: _after_commit,
     Stage.FLUSH: _after_flush,
     Stage.RESUME: _after_resume,
+    Stage.REGROUP: _after_regroup,
 }

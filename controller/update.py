@@ -6,6 +6,7 @@ whatever happens, the run ends within the op's deadline plus the bounds of windi
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
@@ -206,6 +207,8 @@ class UpdateRun:
                     stall_s=self.state.plan.request.stall_s if isinstance(ask.body, ReceiveWeights) else None,
                     is_ending=ask.is_ending,
                 )
+                if ask.ack_s is not None:
+                    limits = replace(limits, ack_s=min(limits.ack_s, ask.ack_s))
                 await self._line.ask(
                     ask.body,
                     ask.workers,
@@ -255,6 +258,8 @@ class UpdateRun:
         else:
             self._tasks = [t for t in self._tasks if type(t) is not type(message) and not isinstance(t, LeaveTask)]
             self._tasks.append(message)
+        if isinstance(message, JoinTask):
+            self._sent_bytes = 0  # another attempt sends everything again
         self._told_s = self._loop.time()
         self._sender_heard_s = None
         self._op.audience.tell(message)

@@ -48,6 +48,8 @@ class Stage(enum.StrEnum):
     SETTLE = "settle"
     FREE = "free"
     LEAVE = "leave"
+    # Those who are left leave the broken group, to form the next one.
+    REGROUP = "regroup"
     DONE = "done"
 
 
@@ -68,6 +70,7 @@ PHASE_OF = {
     Stage.SETTLE: "undo",
     Stage.FREE: "undo",
     Stage.LEAVE: "undo",
+    Stage.REGROUP: "regroup",
     Stage.DONE: "done",
 }
 # Up to here an update can be taken back; after it, it is finished on whoever received everything.
@@ -191,6 +194,8 @@ class Seat:
     is_gone: bool = False
     blame: Blame | None = None
     received: ReceivedData | None = None
+    # Torn by an attempt before this one.
+    was_torn: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -225,6 +230,11 @@ class UpdateState:
     causes: tuple[Fault, ...] = ()
     # The phase in which it was given up; None: it went through to its end.
     failed_in: str | None = None
+    # Attempts count from 1; `epochs` are those of the groups that were used, in order.
+    attempt: int = 1
+    epochs: tuple[int, ...] = ()
+    # Cancelled, or out of time: there is no other attempt.
+    is_stopped: bool = False
 
     @property
     def phase(self) -> str:
@@ -322,6 +332,8 @@ class Ask:
     workers: tuple[WorkerId, ...]
     is_ending: bool = False
     after_s: float = 0.0
+    # Without a sign of life for this long a worker counts as silent; None: as in any step.
+    ack_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

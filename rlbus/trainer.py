@@ -36,6 +36,7 @@ from rlbus.schemas import (
     ControlReply,
     FaultCode,
     FleetView,
+    OnFailure,
     OpProgress,
     OpResult,
     OpStatus,
@@ -119,6 +120,7 @@ class Trainer:
         incarnation: int = 0,
         target: Target = EVERYBODY,
         require: int | None = None,
+        on_failure: OnFailure | str = OnFailure.RETRY,
         pause_mode: PauseMode | str = PauseMode.KEEP,
         reset_prefix_cache: bool = True,
         allow_rollback: bool = False,
@@ -135,6 +137,8 @@ class Trainer:
                 not change until this returns.
             version: the step, above that of the update before; an int is a step of `incarnation`.
             require: how many workers have to end at the new version (None: all of the target).
+            on_failure: "retry": when a worker is lost in the update, it is tried again on the others, at most 3 times in
+                all and within `deadline_s`; "stop": it is ended on everybody whom the loss has touched.
             pause_mode: what a pause does with requests in flight: keep, wait or abort.
             deadline_s: for all of it; `stall_s`: for no byte moving.
             bucket_bytes: size of what is sent at once; the memory used beyond the weights is twice that.
@@ -172,6 +176,7 @@ class Trainer:
                     bucket_bytes=int(_positive("bucket_bytes", bucket_bytes)),
                     target=target,
                     require=require,
+                    on_failure=_as_on_failure(on_failure),
                     pause_mode=as_pause_mode(pause_mode),
                     reset_prefix_cache=reset_prefix_cache,
                     allow_rollback=allow_rollback,
@@ -323,6 +328,13 @@ def _check_size(specs: Sequence[TensorSpec]) -> None:
     except PayloadTooLargeError as exc:
         message = f"{len(specs)} tensors are too many for one update: {exc}"
         raise refused(FaultCode.TOO_LARGE, message, num_tensors=len(specs)) from exc
+
+
+def _as_on_failure(value: OnFailure | str) -> OnFailure:
+    try:
+        return OnFailure(value)
+    except ValueError as exc:
+        raise ConfigError("on_failure", value, 'use "retry" or "stop"') from exc
 
 
 def _positive(name: str, value: float) -> float:
