@@ -2,12 +2,14 @@
 
 abort -> settle -> free -> leave. Whatever the way here was: a session that is open on a worker is aborted, the worker
 itself says what its weights are, who is untouched and was paused by this update generates again, torn ones stay paused,
-and a group that may be broken is left by all. Workers that are at the new version and run are not touched.
+and a group that may be broken is left by all. If the update is to be tried again (`attempts`), the survivors only leave
+the group, and stay paused. Workers that are at the new version and run are not touched.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from rlbus.controller.attempts import is_lost, may_retry, probe_s, recall_torn, step_of
 from rlbus.controller.causes import fault
 from rlbus.controller.seats import blame, change
 from rlbus.controller.update_state import (
@@ -45,8 +47,12 @@ Decision = tuple[UpdateState, tuple[Action, ...]]
 def wind_down(state: UpdateState) -> Decision:
     """Begin to end the update, from wherever it is."""
     before: list[Action] = []
-    if state.step is not None and state.pending:
-        before.append(Drop(state.step))
+    step = state.step
+    if step is not None and state.pending:
+        if state.stage is Stage.RECEIVE and probe_s(state) is not None:
+            state = replace(state, late_step=step)
+        else:
+            before.append(Drop(step))
     if state.stage in FORWARD:
         state = replace(state, failed_in=state.phase)
         if state.stage in (Stage.JOIN, Stage.RECEIVE):
@@ -60,25 +66,54 @@ def wind_down(state: UpdateState) -> Decision:
 
 
 def _abort(state: UpdateState) -> Decision:
+    state = _give_up_silent(state)
     opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
     if not opened:
-        return _free(state)
+        return _regroup(state)
     reason = state.causes[-1].message if state.causes else "the update ended"
     body = AbortWeights(update_op_id=state.plan.request.op_id, reason=reason)
-    return _ask(state, Stage.ABORT, body, opened)
+    return _ask(state, Stage.ABORT, body, opened, ack_s=probe_s(state))
+
+
+def _give_up_silent(state: UpdateState) -> UpdateState:
+    """Others wait for the next attempt: who was silent just now isn't asked again, and counts as torn.
+
+    It needn't be told: its group breaks, and the lease of its pause ends.
+    """
+    if probe_s(state) is None or not state.may_have_sent:
+        return state
+    silent = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED) and is_lost(seat))
+    return change(state, silent, damage=Damage.TORN)
 
 
 def _after_abort(state: UpdateState) -> Decision:
     if state.pending:
         return state, ()
+    state = _give_up_silent(state)
     opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
     if opened and state.may_have_sent:
-        return _ask(state, Stage.SETTLE, GetVersion(), opened)
-    return _free(change(state, opened, damage=Damage.NONE))  # no byte can have reached them
+        return _ask(state, Stage.SETTLE, GetVersion(), opened, ack_s=probe_s(state))
+    return _regroup(change(state, opened, damage=Damage.NONE))  # no byte can have reached them
 
 
 def _after_settle(state: UpdateState) -> Decision:
-    return (state, ()) if state.pending else _free(state)
+    return (state, ()) if state.pending else _regroup(state)
+
+
+def _regroup(state: UpdateState) -> Decision:
+    """The fork: another attempt on those who are left, or the end."""
+    if not may_retry(state):
+        return wind_up(state)
+    assert state.group is not None
+    body = DestroyGroup(epoch=state.group.plan.epoch)
+    # Everybody who is there, blamed or not: it also shows who is silent.
+    members = tuple(w for w in state.group.workers if not is_lost(state.seats[w]))
+    return _ask(state, Stage.REGROUP, body, members, ack_s=probe_s(state))
+
+
+def wind_up(state: UpdateState) -> Decision:
+    """End the update, after what was open is closed and nothing is tried again."""
+    return _free(recall_torn(state))
 
 
 def _free(state: UpdateState) -> Decision:
@@ -97,7 +132,11 @@ def to_keep(state: UpdateState) -> tuple[WorkerId, ...]:
     """Who stays paused after the update although it is untouched: the end of a lease must not set it free."""
     if state.plan.request.require is not None or not _has_new(state):
         return ()
-    return _who(state, lambda seat: seat.hold in (Hold.ASKED, Hold.PAUSED) and seat.damage is Damage.NONE)
+
+    def is_to_stay(seat: Seat) -> bool:
+        return seat.hold in (Hold.ASKED, Hold.PAUSED) and seat.damage is Damage.NONE and not is_lost(seat)
+
+    return _who(state, is_to_stay)
 
 
 def _has_new(state: UpdateState) -> bool:
@@ -152,10 +191,11 @@ def _ask(
     *,
     step: str | None = None,
     after_s: float = 0.0,
+    ack_s: float | None = None,
 ) -> Decision:
-    step = stage.value if step is None else step
+    step = step_of(state, stage.value if step is None else step)
     state = replace(state, stage=stage, step=step, pending=frozenset(workers), accepted=frozenset())
-    return state, (Ask(step, body, workers, is_ending=True, after_s=after_s),)
+    return state, (Ask(step, body, workers, is_ending=True, after_s=after_s, ack_s=ack_s),)
 
 
 def _who(state: UpdateState, holds: Callable[[Seat], bool]) -> tuple[WorkerId, ...]:
