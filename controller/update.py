@@ -214,7 +214,7 @@ class UpdateRun:
 
         await asyncio.sleep(ask.after_s)
         last: StepAnswer | None = None
-        until_s = self._loop.time() + ENDING_S
+        until_s = self._loop.time() + ENDING_S if ask.is_ending else self._op.forward_until_s
         while last is None:
             try:
                 limits = limits_until(
@@ -233,7 +233,7 @@ class UpdateRun:
                 )
                 return
             except BrokenError as exc:
-                if ask.is_ending and self._loop.time() < until_s:
+                if self._loop.time() < until_s:
                     await asyncio.sleep(RECONNECT_PAUSE_S)
                     continue
                 last = StepAnswer(Outcome.REFUSED, fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True))

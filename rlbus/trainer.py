@@ -25,6 +25,7 @@ from rlbus._conversation import (
     converse,
     no_controller,
     show_progress,
+    silences,
     take_back,
 )
 from rlbus._sending import SenderHalf, SenderState, SendOrder
@@ -73,6 +74,8 @@ DEFAULT_STALL_S = 30.0
 # A page of a manifest stays at half of what a message may have.
 PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 PAGE_LIMIT_S = 10.0
+# The first silence after which a page is sent again; it doubles up to PAGE_LIMIT_S.
+PAGE_SILENCE_S = 1.0
 # Before a page is sent again while the connection is down.
 RECONNECT_PAUSE_S = 1.0
 # A manifest that the controller forgot is sent again at most this often per update.
@@ -243,9 +246,9 @@ class Trainer:
         """One page, sent again while its answer is lost or nobody leads, for FAILOVER_S: a repeat changes nothing."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + FAILOVER_S
-        while True:
+        for silence_s in silences(PAGE_SILENCE_S, PAGE_LIMIT_S):
             try:
-                await ask(self._bus, self._namespace, message, limit_s=PAGE_LIMIT_S)
+                await ask(self._bus, self._namespace, message, limit_s=silence_s)
                 return
             except BrokenError as exc:
                 if loop.time() >= until_s:

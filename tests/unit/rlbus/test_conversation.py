@@ -64,6 +64,19 @@ def test_a_program_that_outlives_a_controller_bears_that_nobody_listens_for_a_wh
     assert end is None if ends_as is None else type(end) is ends_as
 
 
+def test_the_first_silences_are_short_and_grow_until_the_controller_has_spoken() -> None:
+    """One that doesn't lead says nothing, and the next one is soon there; one that has spoken is given its time."""
+
+    async def body() -> list[float]:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            wait = _Wait(bus, "n", REQUEST, Patience(), started=0.0)
+            limits_s = [wait.limit_s(0.0) for _ in range(5)]
+            wait.heard_at = 1.0
+            return [*limits_s, wait.limit_s(1.0), wait.limit_s(139.0)]
+
+    assert run(body()) == [1.0, 2.0, 4.0, 5.0, 5.0, 5.0, 1.0]
+
+
 def test_a_disconnect_is_not_taken_for_a_missing_controller() -> None:
     """While our own connection is down nobody can be heard; that is borne like silence."""
 
