@@ -95,6 +95,8 @@ class UpdateRun:
         Cancel: the fan-out in progress is dropped and nothing is undone; `Op.stop` is the way to take an update back.
         """
         self._post(Began())
+        if self._op.stop_fault is not None:  # taken back while it was being written down
+            self._on_stop(self._op.stop_fault)
         try:
             op_id, owner = self._op.op_id, derive(self._op.op_id, PAUSE_STEP)
             async with renewing(self._line, op_id, owner, self._holding):
