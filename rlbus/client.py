@@ -130,7 +130,9 @@ class FleetClient:
 
         Raises (as every verb does): RefusedError tree: refused, nothing changed. PartialError: failed or partial.
             DeadlineError: not ended within `deadline_s`. BrokenError: no controller, or it went away meanwhile.
-        Cancel (every verb): the op is taken back, which takes at most 5 s.
+        Cancel (every verb): the controller is asked to take the op back, which takes at most 5 s, and ends it by
+            itself: a pause is undone (one that had ended by then holds), a reload is undone up to its loading and
+            finished after that; of a resume, flush or abort, workers go on with what they were sent.
         """
         request = PauseFleet(
             op_id=self._op_id(op_id),
