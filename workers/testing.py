@@ -237,7 +237,9 @@ async def worker_on_bus(
             yield rig
         finally:
             agent.stop()
-            await running
+            await asyncio.wait({running})
+            if not running.cancelled():  # a test may have
+                running.result()
             await engine.aclose()
 
 

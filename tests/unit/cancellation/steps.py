@@ -33,29 +33,27 @@ class SteppedLoop(VirtualTimeLoop):
 
 @dataclass
 class Cancelled:
-    """How the task ended: whether it came to be cancelled, and the seconds that its ending took then."""
+    """How the task ended: whether something was cancelled meanwhile, and the seconds that its ending took then."""
 
     task: "asyncio.Task[Any]"
     was_asked: bool = False
     took_s: float = 0.0
 
 
-async def cancelled_at(turn: int, work: Coroutine[Any, Any, Any]) -> Cancelled:
-    """Run `work` as a task that is cancelled at its loop's turn number `turn`, unless it has ended before.
-
-    Raises AssertionError if it swallows the cancellation; what it raises itself if it wasn't cancelled.
-    """
+async def disturbed_at(turn: int, work: Coroutine[Any, Any, Any], disturb: Callable[[], Any] | None = None) -> Cancelled:
+    """Run `work` as a task and call `disturb` (None: cancel it) at its loop's turn number `turn`, if it still runs."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SteppedLoop)
-    end = Cancelled(loop.create_task(work, name="the cancelled one"))
+    end = Cancelled(loop.create_task(work, name="the disturbed one"))
+    disturb = end.task.cancel if disturb is None else disturb
     num_turns, began_s = 0, loop.time()
 
     def count() -> None:
         nonlocal num_turns, began_s
         num_turns += 1
         if num_turns == turn and not end.task.done():
-            began_s = loop.time()
-            end.was_asked = end.task.cancel()
+            began_s, end.was_asked = loop.time(), True
+            disturb()
 
     loop.on_turn = count
     try:
@@ -63,6 +61,15 @@ async def cancelled_at(turn: int, work: Coroutine[Any, Any, Any]) -> Cancelled:
     finally:
         loop.on_turn = None
     end.took_s = loop.time() - began_s
+    return end
+
+
+async def cancelled_at(turn: int, work: Coroutine[Any, Any, Any]) -> Cancelled:
+    """Run `work` as a task that is cancelled at its loop's turn number `turn`, unless it has ended before.
+
+    Raises AssertionError if it swallows the cancellation; what it raises itself if it wasn't cancelled.
+    """
+    end = await disturbed_at(turn, work)
     if not end.was_asked:
         end.task.result()
     assert end.task.cancelled() == end.was_asked, f"turn {turn}: {end.task}"
