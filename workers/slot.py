@@ -49,7 +49,7 @@ class Host(Protocol):
         ...
 
     async def observe(self) -> Observed:
-        """Ask the engine, bounded."""
+        """Ask the engine, bounded. Cancel: leaves nothing."""
         ...
 
 

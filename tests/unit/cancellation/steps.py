@@ -40,7 +40,9 @@ class Cancelled:
     took_s: float = 0.0
 
 
-async def disturbed_at(turn: int, work: Coroutine[Any, Any, Any], disturb: Callable[[], Any] | None = None) -> Cancelled:
+async def disturbed_at(
+    turn: int, work: Coroutine[Any, Any, Any], disturb: Callable[[], Any] | None = None
+) -> Cancelled:
     """Run `work` as a task and call `disturb` (None: cancel it) at its loop's turn number `turn`, if it still runs."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SteppedLoop)
@@ -94,7 +96,7 @@ class World:
     async def until_idle(self, limit_s: float) -> None:
         """Until the controller runs nothing; TimeoutError after `limit_s`."""
         async with asyncio.timeout(limit_s):
-            while (await self.fleet.client.status()).op_id is not None:
+            while (await self.fleet.client.status()).op_id is not None:  # noqa: ASYNC110 - bounded
                 await asyncio.sleep(0.05)
         await asyncio.sleep(0.05)
 
