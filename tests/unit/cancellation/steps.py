@@ -9,6 +9,7 @@ from typing import Any
 from rlbus.controller.testing import Fleet, fleet_on_bus
 from rlbus.schemas import ControllerEvent, Generation, OpEnded, OpStarted, OpStatus, Version, WeightsState
 from rlbus.testing import VirtualTimeLoop
+from rlbus.workers.engines.fake import DEFAULT_TENSORS
 from rlbus.workers.testing import Rig
 from tests.unit.controller import scene
 from tests.unit.controller.scene import FedPlane, Worker
@@ -141,7 +142,7 @@ async def _play(
             world = World(fleet)
             fleet.client.bus.subscribe("dyn.test.controller.event.>", ControllerEvent, world.on_event)
             if not is_new:
-                assert (await fleet.update(6, scene.DEFAULT_TENSORS)).status is OpStatus.OK
+                assert (await fleet.update(6, DEFAULT_TENSORS)).status is OpStatus.OK
             await asyncio.sleep(1.0)
             idle = asyncio.all_tasks()
             was_cancelled = await round_of(world, turn)

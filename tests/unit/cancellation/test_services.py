@@ -9,6 +9,7 @@ from rlbus.controller.testing import controller_on_bus
 from rlbus.errors import RLBusError
 from rlbus.reports import UpdateReport
 from rlbus.schemas import Generation, OpStatus, Version, WeightsState
+from rlbus.workers.engines.fake import DEFAULT_TENSORS
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.cancellation.steps import Cancelled, World, disturbed_at, turns
 from tests.unit.controller import scene
@@ -56,7 +57,7 @@ def test_an_agent_that_is_cancelled_says_goodbye_and_the_update_ends_with_a_repo
         await world.until_idle(UPDATE_ENDS_S)
         _, other = await world.states()
         assert other in (OLD, NEW, TORN), f"turn {turn}: {other}"
-        again = await world.fleet.update(8, scene.DEFAULT_TENSORS)
+        again = await world.fleet.update(8, DEFAULT_TENSORS)
         assert (again.status, len(again.outcomes)) == (OpStatus.OK, 1), f"turn {turn}: {again}"
         return True
 
@@ -64,7 +65,7 @@ def test_an_agent_that_is_cancelled_says_goodbye_and_the_update_ends_with_a_repo
 
 
 def test_a_controller_that_is_stopped_takes_the_update_back_and_the_next_one_finds_a_usable_fleet() -> None:
-    """Every worker whole or dirty, nobody paused with good weights; the trainer gets a report, or hears that it went."""
+    """Every worker whole or dirty, nobody paused with good weights; the trainer gets a report, or hears it go."""
     seen: set[object] = set()
 
     async def round_of(world: World, turn: int) -> bool:
@@ -81,7 +82,7 @@ def test_a_controller_that_is_stopped_takes_the_update_back_and_the_next_one_fin
         seen.update((state, error is None) for state in states)
         async with controller_on_bus(world.fleet.broker, term=world.fleet.controller.term + 1):
             await world.fleet.client.wait_ready(num_workers=2, deadline_s=30.0)
-            report = await world.fleet.update(8, scene.DEFAULT_TENSORS)
+            report = await world.fleet.update(8, DEFAULT_TENSORS)
             assert report.status is OpStatus.OK, f"turn {turn}: {report}"
         return True
 

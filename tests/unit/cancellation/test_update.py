@@ -3,6 +3,7 @@
 import pytest
 
 from rlbus.schemas import Generation, Version, WeightsState
+from rlbus.workers.engines.fake import DEFAULT_TENSORS
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.cancellation.steps import World, cancelled_at, turns
 from tests.unit.controller import scene
@@ -39,7 +40,7 @@ def test_an_update_that_is_cancelled_at_any_turn_leaves_every_worker_whole_or_di
         states = await world.states()
         assert set(states) <= {old, NEW, TORN}, f"turn {turn}: {states}"
         seen.add(tuple(states))
-        report = await world.fleet.update(8, scene.DEFAULT_TENSORS)
+        report = await world.fleet.update(8, DEFAULT_TENSORS)
         assert report.status.value == "ok", f"turn {turn}: {report}"
         assert await world.states() == [(WeightsState.CLEAN, Version(step=8), Generation.RUNNING)] * 2, f"turn {turn}"
         return end.was_asked
