@@ -40,6 +40,7 @@ from rlbus.controller.update_state import (
 from rlbus.controller.winding import to_keep
 from rlbus.errors import BrokenError, PayloadTooLargeError, RLBusError
 from rlbus.schemas import (
+    RECEIVING,
     Accepted,
     Fault,
     FaultCode,
@@ -211,8 +212,12 @@ class UpdateRun:
         def on_answer(worker: WorkerId, answer: WorkerAnswer) -> None:
             if isinstance(answer, Accepted):
                 self._post(WorkerAccepted(ask.step, worker))
-            elif isinstance(answer, Progress) and self.state.stage is Stage.RECEIVE:
-                self._sent_bytes = max(self._sent_bytes, answer.done)
+            elif isinstance(answer, Progress):
+                is_standing = answer.phase == RECEIVING or self.state.stage is Stage.JOIN
+                if is_standing and worker not in self.state.accepted:  # its `Accepted` was lost
+                    self._post(WorkerAccepted(ask.step, worker))
+                if self.state.stage is Stage.RECEIVE:
+                    self._sent_bytes = max(self._sent_bytes, answer.done)
 
         await asyncio.sleep(ask.after_s)
         last: StepAnswer | None = None
