@@ -54,6 +54,9 @@ VERB_DEADLINE_S = 30.0
 QUESTION_DEADLINE_S = 10.0
 RELOAD_DEADLINE_S = 600.0
 READY_DEADLINE_S = 300.0
+# What became of an op whose caller was cancelled.
+TAKEN_BACK = "is taken back"
+NOT_TAKEN_BACK = "could not be taken back: it had ended, or no controller answers; see `rlbus status`"
 # Events that may wait in a watcher before it counts as too slow and is ended with BrokenError.
 MAX_QUEUED_EVENTS = 4096
 
@@ -335,6 +338,9 @@ class FleetClient:
 
         try:
             return await converse(self.bus, self.namespace, request, on_reply=on_reply, patience=patience)
-        except asyncio.CancelledError:
-            await take_back(self.bus, self.namespace, request.op_id, self.caller)
+        except asyncio.CancelledError as exc:
+            if not isinstance(request, GetFleet | GetHistory):
+                # Only a waiting caller would hear it otherwise; the CLI shows it after Ctrl-C.
+                is_taken = await take_back(self.bus, self.namespace, request.op_id, self.caller)
+                exc.add_note(f"{op_name(request)} op {request.op_id} {TAKEN_BACK if is_taken else NOT_TAKEN_BACK}")
             raise
