@@ -5,11 +5,26 @@ import asyncio
 import pytest
 
 from rlbus import subjects
-from rlbus._conversation import Patience, _Wait, ask, op_name, take_back
+from rlbus._conversation import Patience, _Wait, ask, converse, op_name, take_back
 from rlbus._transport import Message
-from rlbus.bus import Bus
+from rlbus.bus import DEFAULT_MAX_QUEUED, Bus
 from rlbus.errors import BrokenError, BusyError, DeadlineError, RLBusError
-from rlbus.schemas import CancelOp, ControlRequest, Fault, FaultCode, GetFleet, OpAccepted, PauseFleet, Refusal
+from rlbus.schemas import (
+    CancelOp,
+    ControlRequest,
+    Fault,
+    FaultCode,
+    FleetView,
+    GetFleet,
+    HistoryView,
+    OpAccepted,
+    OpProgress,
+    OpResult,
+    OpStatus,
+    PauseFleet,
+    Refusal,
+    Report,
+)
 from rlbus.testing import LoopClock, MemoryBroker, run
 
 pytestmark = pytest.mark.unit
@@ -17,6 +32,7 @@ pytestmark = pytest.mark.unit
 SILENCE = DeadlineError("reply", 5.0)
 NOBODY = BrokenError("subject", "nobody listens")
 REQUEST = PauseFleet(op_id="o", deadline_s=100.0)
+REPORT = Report(op_id="o", op="pause", status=OpStatus.OK, outcomes=(), phases_s={}, took_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +158,32 @@ def test_taking_back_is_bounded_when_nobody_answers() -> None:
             return asyncio.get_running_loop().time()
 
     assert run(body()) == pytest.approx(5.0)
+
+
+def test_a_flood_of_replies_breaks_the_stream_and_not_the_conversation() -> None:
+    """More than a stream holds come at once, and the last one after them is lost: the request is repeated, and joins."""
+    asked: list[str] = []
+    told: list[int] = []
+
+    async def body() -> OpResult | FleetView | HistoryView:
+        broker = MemoryBroker()
+        async with Bus(broker.connect(), clock=LoopClock()) as ours, Bus(broker.connect(), clock=LoopClock()) as theirs:
+
+            def on_request(request: ControlRequest, message: Message) -> None:
+                asked.append(request.op_id)
+                assert message.reply is not None
+                for done in range(DEFAULT_MAX_QUEUED + 100 if len(asked) == 1 else 1):
+                    theirs.publish(message.reply, OpProgress(op_id=request.op_id, phase="pause", done=done))
+                theirs.publish(message.reply, OpResult(report=REPORT))
+
+            theirs.subscribe(subjects.all_control("n"), ControlRequest, on_request)
+            return await converse(
+                ours, "n", REQUEST, on_reply=lambda r: told.append(r.done) if isinstance(r, OpProgress) else None
+            )
+
+    assert run(body()) == OpResult(report=REPORT)
+    assert asked == [REQUEST.op_id] * 2
+    assert told == [*range(DEFAULT_MAX_QUEUED), 0]
 
 
 def test_an_op_is_named_as_its_subject() -> None:
