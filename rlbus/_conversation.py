@@ -172,6 +172,13 @@ async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> bool:
     return False
 
 
+def fate_of(op: str, op_id: str, *, is_taken_back: bool) -> str:
+    """What became of an op whose caller left, in words: a note for the exception that the caller leaves with."""
+    if is_taken_back:
+        return f"{op} op {op_id} is taken back"
+    return f"{op} op {op_id} could not be taken back: it had ended, or no controller answers; see `rlbus status`"
+
+
 def silences(first_s: float, most_s: float) -> Iterator[float]:
     """How long to wait for each of several tries, in seconds: doubling up to `most_s`, for ever."""
     silence_s = min(first_s, most_s)

@@ -16,6 +16,7 @@ from rlbus._conversation import (
     ProgressHandler,
     ask,
     converse,
+    fate_of,
     op_name,
     show_progress,
     take_back,
@@ -54,9 +55,6 @@ VERB_DEADLINE_S = 30.0
 QUESTION_DEADLINE_S = 10.0
 RELOAD_DEADLINE_S = 600.0
 READY_DEADLINE_S = 300.0
-# What became of an op whose caller was cancelled.
-TAKEN_BACK = "is taken back"
-NOT_TAKEN_BACK = "could not be taken back: it had ended, or no controller answers; see `rlbus status`"
 # Events that may wait in a watcher before it counts as too slow and is ended with BrokenError.
 MAX_QUEUED_EVENTS = 4096
 
@@ -342,5 +340,5 @@ class FleetClient:
             if not isinstance(request, GetFleet | GetHistory):
                 # Only a waiting caller would hear it otherwise; the CLI shows it after Ctrl-C.
                 is_taken = await take_back(self.bus, self.namespace, request.op_id, self.caller)
-                exc.add_note(f"{op_name(request)} op {request.op_id} {TAKEN_BACK if is_taken else NOT_TAKEN_BACK}")
+                exc.add_note(fate_of(op_name(request), request.op_id, is_taken_back=is_taken))
             raise

@@ -23,6 +23,7 @@ from rlbus._conversation import (
     ProgressHandler,
     ask,
     converse,
+    fate_of,
     no_controller,
     show_progress,
     silences,
@@ -163,7 +164,8 @@ class Trainer:
                 tensors don't fit the engines' model (ManifestError names the first): nothing changed anywhere.
             PartialError: failed or partial; `.report` has one outcome per worker, and what each was left in.
             DeadlineError: no report in time. BrokenError: no controller, or it went away.
-        Cancel: the op is taken back and the group left, which takes at most 25 s.
+        Cancel: the op is taken back and the group left, which takes at most 25 s. The controller then ends it as any
+            other failed update: undone before the first byte, dirty and reported after it, done if it was committed.
         """
         started = asyncio.get_running_loop().time()
         op_id = self._bus.new_id()
@@ -292,9 +294,10 @@ class Trainer:
         try:
             patience = Patience(nobody_s=FAILOVER_S)
             last = await converse(self._bus, self._namespace, request, on_reply=on_reply, patience=patience)
-        except (asyncio.CancelledError, DeadlineError, BrokenError):
+        except (asyncio.CancelledError, DeadlineError, BrokenError) as exc:
             # Nobody will tell us any more when to leave, and nobody here waits for the op.
-            await take_back(self._bus, self._namespace, request.op_id, self._caller)
+            is_taken = await take_back(self._bus, self._namespace, request.op_id, self._caller)
+            exc.add_note(fate_of("update", request.op_id, is_taken_back=is_taken))
             await half.leave("the trainer gave the update up")
             raise
         if not isinstance(last, OpResult):

@@ -161,7 +161,7 @@ def test_taking_back_is_bounded_when_nobody_answers() -> None:
 
 
 def test_a_flood_of_replies_breaks_the_stream_and_not_the_conversation() -> None:
-    """More than a stream holds come at once, and the last one after them is lost: the request is repeated, and joins."""
+    """More than a stream holds come at once, the last one after them is lost: the request is repeated, and joins."""
     asked: list[str] = []
     told: list[int] = []
 
