@@ -34,10 +34,13 @@ class SteppedLoop(VirtualTimeLoop):
 
 @dataclass
 class Cancelled:
-    """How the task ended: whether something was cancelled meanwhile, and the seconds that its ending took then."""
+    """How the task ended: whether something was cancelled meanwhile, how many seconds after its begin (`after_s`), and
+    the seconds that its ending took then.
+    """
 
     task: "asyncio.Task[Any]"
     was_asked: bool = False
+    after_s: float = 0.0
     took_s: float = 0.0
 
 
@@ -49,13 +52,13 @@ async def disturbed_at(
     assert isinstance(loop, SteppedLoop)
     end = Cancelled(loop.create_task(work, name="the disturbed one"))
     disturb = end.task.cancel if disturb is None else disturb
-    num_turns, began_s = 0, loop.time()
+    num_turns, began_s, asked_s = 0, loop.time(), loop.time()
 
     def count() -> None:
-        nonlocal num_turns, began_s
+        nonlocal num_turns, asked_s
         num_turns += 1
         if num_turns == turn and not end.task.done():
-            began_s, end.was_asked = loop.time(), True
+            asked_s, end.was_asked = loop.time(), True
             disturb()
 
     loop.on_turn = count
@@ -63,7 +66,7 @@ async def disturbed_at(
         await asyncio.wait({end.task})
     finally:
         loop.on_turn = None
-    end.took_s = loop.time() - began_s
+    end.after_s, end.took_s = asked_s - began_s, loop.time() - asked_s
     return end
 
 

@@ -11,9 +11,9 @@ from tests.unit.controller.scene import source, worker
 
 pytestmark = pytest.mark.unit
 
-# What `Trainer.update_weights` promises of its own end, and the controller of the op's, in seconds.
+# What `Trainer.update_weights` promises of its own end; and the op's, where nothing is stuck; in seconds.
 ENDS_S = 25.0
-OP_ENDS_S = 40.0
+OP_ENDS_S = 5.0
 TRANSFER_S = 2.0
 OLD = (WeightsState.CLEAN, Version(step=6), Generation.RUNNING)
 NEW = (WeightsState.CLEAN, Version(step=7), Generation.RUNNING)
@@ -39,6 +39,8 @@ def test_an_update_that_is_cancelled_at_any_turn_leaves_every_worker_whole_or_di
         await world.until_idle(OP_ENDS_S)
         states = await world.states()
         assert set(states) <= {old, NEW, TORN}, f"turn {turn}: {states}"
+        if end.was_asked and 0.0 < end.after_s < TRANSFER_S:  # some bytes are there, and never all
+            assert states == [TORN, TORN], f"turn {turn}: {states}"
         seen.add(tuple(states))
         report = await world.fleet.update(8, DEFAULT_TENSORS)
         assert report.status.value == "ok", f"turn {turn}: {report}"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 # What a verb promises of its own end, and the controller of the op's, in seconds.
 ENDS_S = 5.01
 OP_ENDS_S = 40.0
-LATE_S = 2.0
+LATE_S, PAUSE_S = 2.0, 1.0
 RUNNING, PAUSED = Generation.RUNNING, Generation.PAUSED
 
 
@@ -34,8 +34,8 @@ async def check_usable(world: World, turn: int) -> None:
     assert await generations(world) == (RUNNING, RUNNING), f"turn {turn}"
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_pause_that_is_cancelled_holds_nobody_unless_it_was_done_on_everybody(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "step"), [("keep", 1), ("wait", 3)])
+def test_a_pause_that_is_cancelled_holds_nobody_unless_it_was_done_on_everybody(mode: str, step: int) -> None:
     """Never half a fleet; worker 2 takes its time."""
     seen: set[tuple[Generation, ...]] = set()
 
@@ -43,12 +43,15 @@ def test_a_pause_that_is_cancelled_holds_nobody_unless_it_was_done_on_everybody(
         end = await cancelled_at(turn, world.fleet.client.pause(mode=mode))
         assert end.took_s <= ENDS_S, f"turn {turn}"
         await world.until_idle(OP_ENDS_S)
-        seen.add(await generations(world))
+        now = await generations(world)
+        seen.add(now)
+        if end.was_asked and end.after_s < LATE_S:  # worker 2 wasn't paused yet
+            assert now == (RUNNING, RUNNING), f"turn {turn}"
         await check_usable(world, turn)
         return end.was_asked
 
-    slow: scene.Steps = {"pause": {2: Step(latency_s=2.0)}}
-    assert turns(lambda: [worker(1), worker(2, slow)], round_of) > 10
+    slow: scene.Steps = {"pause": {2: Step(latency_s=LATE_S)}}
+    assert turns(lambda: [worker(1), worker(2, slow)], round_of, step=step) > 10
     assert seen == {(RUNNING, RUNNING), (PAUSED, PAUSED)}
 
 
@@ -75,7 +78,7 @@ def test_a_resume_that_is_cancelled_may_have_reached_some_and_a_repeat_reaches_t
 def loader(number: int, folder: Path) -> Worker:
     """A worker that takes a second to load from `folder`."""
     config = AgentConfig(weight_roots=(str(folder),))
-    script = FakeScript({"load_weights": {0: Step(latency_s=1.0)}, "pause": {2: Step(latency_s=1.0)}})
+    script = FakeScript({"load_weights": {0: Step(latency_s=1.0)}, "pause": {2: Step(latency_s=PAUSE_S)}})
     engine = FakeEngine(script, feed=scene._feed)
     return lambda broker: worker_on_bus(engine, broker=broker, instance_id=str(number), config=config)
 
@@ -91,6 +94,8 @@ def test_a_reload_that_is_cancelled_is_undone_before_it_loads_and_finished_after
         states = tuple(await world.states())
         assert len(set(states)) == 1, f"turn {turn}: {states}"
         seen.add(states[0])
+        if end.was_asked and end.after_s < PAUSE_S:  # nobody loads yet
+            assert states[0][1] == Version(step=6), f"turn {turn}"
         await check_usable(world, turn)
         return end.was_asked
 

@@ -10,6 +10,7 @@ from rlbus.schemas import (
     ControllerEvent,
     Generation,
     InitGroup,
+    Liveness,
     OpStatus,
     PauseGeneration,
     PrepareWeightsUpdate,
@@ -133,6 +134,30 @@ def test_nobody_is_declared_dead_for_a_silence_that_everyone_shared(length_s: fl
         assert left == []
 
     play([worker(1), worker(2), worker(3)], scenario)
+
+
+@pytest.mark.parametrize("length_s", [0.5, 20.0, 300.0])
+def test_a_controller_without_a_lease_declares_nobody_dead_either(length_s: float) -> None:
+    """`rlbus controller --single` leads on, with all that it knew."""
+
+    async def scenario(scene_: scene.Scene) -> None:
+        fleet = scene_.fleet
+        assert (await scene_.update(6)).status is OpStatus.OK
+        before = await fleet.members()
+        buses = [fleet.controller._bus, fleet.client.bus, *(rig.worker_bus for rig in fleet.workers)]
+        cut = [bus.transport for bus in buses if isinstance(bus.transport, MemoryTransport)]
+        for transport in cut:
+            fleet.broker.disconnect(transport)
+        await asyncio.sleep(length_s)
+        assert [m.liveness for m in fleet.controller.view().members] == [Liveness.ALIVE] * 2
+        for number, transport in enumerate(cut):
+            asyncio.get_running_loop().call_later(5.0 * number / len(cut), fleet.broker.reconnect, transport)
+        await asyncio.sleep(10.0)
+        after = await fleet.members()
+        assert [(m.liveness, m.admitted) for m in after.values()] == [(m.liveness, m.admitted) for m in before.values()]
+        assert (await scene_.update(7)).status is OpStatus.OK
+
+    scene.play([worker(1), worker(2)], scenario)
 
 
 @pytest.mark.parametrize("length_s", [0.5, 1.5, 2.5, 20.0])
