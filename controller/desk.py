@@ -11,13 +11,17 @@ from rlbus.controller.causes import fault
 from rlbus.controller.journal import Journal
 from rlbus.controller.op import Op, publish, tell_event
 from rlbus.controller.update import UpdateRun
-from rlbus.errors import RLBusError
+from rlbus.errors import BrokenError, DeadlineError, RLBusError
 from rlbus.schemas import Fault, FaultCode, OpEnded, OpResult, OpStarted, OpStatus, Report, Request
 
 _log = logging.getLogger("rlbus.controller")
 
 # Reports of ended ops that a repeated request still gets.
 MAX_ENDED_OPS = 128
+# How long an op waits to be written down, and the pause between two tries: a store that was restarted with the server
+# refuses for a moment what it takes the next.
+RECORD_S = 5.0
+RECORD_RETRY_S = 0.25
 # Ops beside the mutation at the same time: abort and versions.
 MAX_QUERIES = 64
 
@@ -157,12 +161,23 @@ class Desk:
 
     async def _try_record(self, op: Op, record: Record) -> Fault | None:
         """Write it down; why that failed. An op that nobody could take over is better not begun."""
-        try:
-            await record()
-        except RLBusError as exc:
-            _log.error("op %s isn't begun: %s", op.op_id, exc)
-            return fault(FaultCode.NOT_RECORDED, f"the journal can't be written: {exc}", retryable=True)
-        return None
+        loop = asyncio.get_running_loop()
+        until_s = min(loop.time() + RECORD_S, op.forward_until_s)
+        while True:
+            try:
+                await record()
+                return None
+            except (BrokenError, DeadlineError) as exc:
+                last: RLBusError = exc
+                if loop.time() + RECORD_RETRY_S >= until_s or op.stopped.is_set():
+                    break
+            except RLBusError as exc:
+                last = exc
+                break
+            await asyncio.sleep(RECORD_RETRY_S)
+            op.tick()
+        _log.error("op %s isn't begun: %s", op.op_id, last)
+        return fault(FaultCode.NOT_RECORDED, f"the journal can't be written: {last}", retryable=True)
 
     def _broken(self, op: Op) -> Report:
         why = fault(FaultCode.INTERNAL, "a bug in the controller; its log has the traceback")

@@ -59,4 +59,4 @@ class FencedTransport:
         self._inner.on_disconnect(handler)
 
     async def aclose(self) -> None:
-        """Nothing: the connection belongs to whoever made it."""
+        """Nothing: the connection belongs to whoever made it. Cancel: can't come, since nothing is awaited."""

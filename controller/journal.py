@@ -115,7 +115,7 @@ class Journal:
         version: Version | None = None,
         epoch: int | None = None,
     ) -> None:
-        """Write down that this op begins, before it does.
+        """Write down that this op begins, before it does. It may be called again if it failed, before `end`.
 
         Raises: BrokenError, DeadlineError: it may or may not be written; don't begin, and `end` it. ConflictError:
             another leader wrote it. PayloadTooLargeError: it has too many members. Cancel: as for the first.
@@ -134,7 +134,15 @@ class Journal:
         kept = _Kept(JournalEntry(item=item, request=request, members=members, held=held), None)
         self._kept[request.op_id] = kept
         self._forget_oldest()
-        kept.revision = await self._kv.create(_key(request.op_id), encode(kept.entry))
+        key = _key(request.op_id)
+        try:
+            kept.revision = await self._kv.create(key, encode(kept.entry))
+        except ConflictError:
+            # Ours, of a try whose answer was lost? Anything else is another op, or another leader's.
+            there = await self._kv.get(key)
+            if there is None or not self._is_begun_here(there.value, request):
+                raise
+            kept.revision = there.revision
 
     def take_over(self, op_id: str) -> None:
         """An op that was left behind is ours now. A leader that wakes up and writes about it finds that out."""
@@ -264,6 +272,14 @@ class Journal:
             if self._is_foreign(key, there.value):
                 raise
             return await self._kv.update(key, value, there.revision)
+
+    def _is_begun_here(self, value: bytes, request: MutationRequest) -> bool:
+        """Whether it says that this leader began this op, and nothing more."""
+        try:
+            entry: JournalEntry = decode(value, JournalEntry, OPS)
+        except DecodeError:
+            return False
+        return entry.item.term == self.term and entry.item.status is None and entry.request == request
 
     def _is_foreign(self, key: str, value: bytes) -> bool:
         """Whether a leader after this one wrote it."""

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from rlbus import subjects
 from rlbus._kv import Kv
 from rlbus.bus import Bus
 from rlbus.controller.fence import FencedTransport
@@ -52,16 +53,21 @@ async def reign(
     """
     holder = LeaseHolder(kv, bus.clock, name=name)
     fenced = Bus(FencedTransport(bus.transport, lambda: holder.is_held), clock=bus.clock, new_id=bus.new_id)
-    while True:
-        tenure = await holder.acquire(on_standby)
-        _log.info("this controller leads namespace %s, term %d", namespace, tenure.term)
-        journal = Journal(kv, bus.clock, tenure.term)
-        try:
-            why = await _lead(holder, journal, fenced, namespace, settings, on_ready)
-        finally:
-            await holder.release()
-        _log.warning("this controller doesn't lead any more: %s; standing by", why)
-        await asyncio.sleep(RETRY_S)
+    # While nobody leads a client must not hear "nobody listens": there is a controller, which will lead in a moment.
+    present = bus.transport.subscribe(subjects.all_control(namespace), lambda _: None)
+    try:
+        while True:
+            tenure = await holder.acquire(on_standby)
+            _log.info("this controller leads namespace %s, term %d", namespace, tenure.term)
+            journal = Journal(kv, bus.clock, tenure.term)
+            try:
+                why = await _lead(holder, journal, fenced, namespace, settings, on_ready)
+            finally:
+                await holder.release()
+            _log.warning("this controller doesn't lead any more: %s; standing by", why)
+            await asyncio.sleep(RETRY_S)
+    finally:
+        present.unsubscribe()
 
 
 async def _lead(

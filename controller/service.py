@@ -130,6 +130,8 @@ class Controller:
         self.ready = asyncio.Event()
         # Requests that could not be decoded, or were on the wrong subject. Only grows.
         self.num_bad_requests = 0
+        # Requests that came while nothing could be answered: disconnected, or the lease was over. Only grows.
+        self.num_unanswerable = 0
         self._bus = bus
         self._line = Line(bus, namespace, self.term, self.registry)
         self._desk = Desk(bus, namespace, journal)
@@ -278,6 +280,11 @@ class Controller:
         self._refuse(message, None, fault(FaultCode.BAD_MESSAGE, str(error)))
 
     def _on_control(self, request: ControlRequest, message: Message) -> None:
+        if not self._bus.transport.is_connected:
+            # Also when our lease is over, or not renewed yet: who can't answer doesn't begin. The client asks again,
+            # and reaches whoever leads then.
+            self.num_unanswerable += 1
+            return
         op = str(request.__struct_config__.tag)
         if message.subject != subjects.control(self.namespace, op):
             self.num_bad_requests += 1

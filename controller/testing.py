@@ -268,7 +268,10 @@ def announcement(worker: str, *, boot_id: str = "boot", seq: int = 1, **changes:
 async def controller_on_bus(
     broker: MemoryBroker, namespace: str = "test", *, settings: Settings | None = None, term: int | None = None
 ) -> AsyncIterator[Controller]:
-    """A running controller on a bus in memory; it is stopped, and what it runs taken back, with the context."""
+    """A running controller on a bus in memory; it is stopped, and what it runs taken back, with the context.
+
+    Cancel: likewise.
+    """
     async with Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids("ctl")) as bus:
         controller = Controller(bus, namespace, settings=settings, term=term)
         running = asyncio.get_running_loop().create_task(controller.run())
@@ -294,12 +297,12 @@ class Fleet(Generic[W]):
     plane: FakePlane
 
     async def update(self, step: int, tensors: Sequence[TensorSpec], **options: Any) -> Report:
-        """Give the fleet version 0.`step`; a report that isn't ok is returned, not raised."""
+        """Give the fleet version 0.`step`; a report that isn't ok is returned. Cancel: see `Trainer.update_weights`."""
         update = await self.trainer.update_weights(FakeSource(tensors), version=step, check=False, **options)
         return update.report
 
     async def members(self) -> dict[WorkerId, MemberView]:
-        """The controller's view, by worker."""
+        """The controller's view, by worker. Cancel: leaves nothing."""
         view = await self.client.status()
         return {m.worker: m for m in view.members}
 
@@ -312,7 +315,10 @@ async def fleet_on_bus(
     settings: Settings | None = None,
     plane: FakePlane | None = None,
 ) -> AsyncIterator[Fleet[W]]:
-    """Start a controller and then `workers` (each a function from the broker to a context), and wait for all."""
+    """Start a controller and then `workers` (each a function from the broker to a context), and wait for all.
+
+    Cancel: all of them are stopped.
+    """
     broker = MemoryBroker()
     plane = FakePlane() if plane is None else plane
     async with AsyncExitStack() as stack:

@@ -44,6 +44,7 @@ from rlbus.controller.update_state import (
 from rlbus.controller.winding import to_keep
 from rlbus.errors import BrokenError, PayloadTooLargeError, RLBusError
 from rlbus.schemas import (
+    RECEIVING,
     Accepted,
     Fault,
     FaultCode,
@@ -101,6 +102,8 @@ class UpdateRun:
         Cancel: the fan-out in progress is dropped and nothing is undone; `Op.stop` is the way to take an update back.
         """
         self._post(Began())
+        if self._op.stop_fault is not None:  # taken back while it was being written down
+            self._on_stop(self._op.stop_fault)
         try:
             op_id, owner = self._op.op_id, derive(self._op.op_id, PAUSE_STEP)
             async with renewing(self._line, op_id, owner, self._holding):
@@ -217,12 +220,16 @@ class UpdateRun:
             self._stillness.heard(worker, self._loop.time())
             if isinstance(answer, Accepted):
                 self._post(WorkerAccepted(ask.step, worker))
-            elif isinstance(answer, Progress) and self.state.stage is Stage.RECEIVE:
-                self._moved(answer.done)
+            elif isinstance(answer, Progress):
+                is_standing = answer.phase == RECEIVING or self.state.stage is Stage.JOIN
+                if is_standing and worker not in self.state.accepted:  # its `Accepted` was lost
+                    self._post(WorkerAccepted(ask.step, worker))
+                if self.state.stage is Stage.RECEIVE:
+                    self._moved(answer.done)
 
         await asyncio.sleep(ask.after_s)
         last: StepAnswer | None = None
-        until_s = self._loop.time() + ENDING_S
+        until_s = self._loop.time() + ENDING_S if ask.is_ending else self._op.forward_until_s
         while last is None:
             try:
                 limits = limits_until(
@@ -243,7 +250,7 @@ class UpdateRun:
                 )
                 return
             except BrokenError as exc:
-                if ask.is_ending and self._loop.time() < until_s:
+                if self._loop.time() < until_s:
                     await asyncio.sleep(RECONNECT_PAUSE_S)
                     continue
                 last = StepAnswer(Outcome.REFUSED, fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True))

@@ -307,8 +307,10 @@ class FleetVerb:
     async def _fan_out(
         self, step: str, body: CommandBody, workers: Sequence[WorkerId], is_final: bool, on_outcome: object
     ) -> StepAnswer | None:
-        """The answer of whoever has none, None if all have one."""
-        until_s = self._loop.time() + ENDING_S
+        """The answer of whoever has none, None if all have one. While we are disconnected (or our lease isn't renewed)
+        nothing is given up: the deadline counts, as it does for a fan-out that had begun.
+        """
+        until_s = self._loop.time() + ENDING_S if is_final else self._op.forward_until_s
         while True:
             limits = limits_until(self._op.forward_until_s, self._loop.time(), is_ending=is_final)
             try:
@@ -321,7 +323,7 @@ class FleetVerb:
                 )
                 return None
             except BrokenError as exc:
-                if not is_final or self._loop.time() >= until_s:
+                if self._loop.time() >= until_s:
                     why = fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True)
                     return StepAnswer(Outcome.REFUSED, why)
                 await asyncio.sleep(FREE_RETRY_S)

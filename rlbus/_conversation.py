@@ -7,10 +7,9 @@ the op's own deadline.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -40,7 +39,8 @@ _log = logging.getLogger("rlbus.client")
 class Patience:
     """How long which kind of silence is borne, in seconds.
 
-    `silence_s`: without any reply, then the request is sent again (the controller speaks at least every second).
+    `silence_s`: without any reply, then the request is sent again (the controller speaks at least every second). Before
+    the first reply it begins with `first_silence_s` and doubles: a controller that doesn't lead says nothing.
     `first_answer_s`: until the first reply; `lost_s`: since the last one, when the controller had spoken before.
     `grace_s`: beyond the request's deadline, in which the controller undoes what was begun (it takes at most 30 s and
     an ack limit for that, and tells progress all the while). `retry_s`: between two sends.
@@ -49,6 +49,7 @@ class Patience:
     """
 
     silence_s: float = 5.0
+    first_silence_s: float = 1.0
     first_answer_s: float = 15.0
     lost_s: float = 30.0
     grace_s: float = 40.0
@@ -61,8 +62,10 @@ DEFAULT_PATIENCE = Patience()
 # How long a trainer bears that there is no controller when it asks for something: a standby needs less than 5 s to take
 # over from a leader that died (rlbus.controller.leader).
 FAILOVER_S = 8.0
-# How long taking an op back may hold up whoever was cancelled.
+# How long taking an op back may hold up whoever was cancelled, and how soon an unanswered try is repeated.
 CANCEL_LIMIT_S = 5.0
+CANCEL_SILENCE_S = 1.0
+CANCEL_RETRY_S = 0.25
 # A request that is sent at its very deadline is still given this long, so that it is answered rather than expired.
 MIN_DEADLINE_S = 0.1
 
@@ -144,15 +147,44 @@ async def ask(bus: Bus, namespace: str, request: ControlRequest, *, limit_s: flo
         raise error_of_refusal(reply, request)
 
 
-async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> None:
-    """Ask the controller to end `op_id`, for whoever no longer waits for it. Bounded by CANCEL_LIMIT_S.
+async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> bool:
+    """Ask the controller to end `op_id`, for whoever no longer waits for it; whether it said that it will.
 
-    That nobody takes the request is no error here: the caller is leaving, with an error of its own.
+    Within CANCEL_LIMIT_S the request is repeated while we are disconnected, or nobody leads. That nobody takes it is no
+    error here: the caller is leaving, with an error of its own.
     Cancel: the request may have been taken.
     """
+    loop = asyncio.get_running_loop()
     request = CancelOp(op_id=bus.new_id(), deadline_s=CANCEL_LIMIT_S, caller=caller, of_op_id=op_id)
-    with contextlib.suppress(RLBusError):
-        await ask(bus, namespace, request, limit_s=CANCEL_LIMIT_S)
+    until_s = loop.time() + CANCEL_LIMIT_S
+    while (left_s := until_s - loop.time()) > 0:
+        try:
+            await ask(bus, namespace, request, limit_s=min(CANCEL_SILENCE_S, left_s))
+            return True
+        except DeadlineError:
+            continue
+        except BrokenError:
+            if bus.transport.is_connected:  # nobody is there to run it
+                return False
+        except RLBusError:  # it has ended, or never began
+            return False
+        await asyncio.sleep(min(CANCEL_RETRY_S, max(0.0, until_s - loop.time())))
+    return False
+
+
+def fate_of(op: str, op_id: str, *, is_taken_back: bool) -> str:
+    """What became of an op whose caller left, in words: a note for the exception that the caller leaves with."""
+    if is_taken_back:
+        return f"{op} op {op_id} is taken back"
+    return f"{op} op {op_id} could not be taken back: it had ended, or no controller answers; see `rlbus status`"
+
+
+def silences(first_s: float, most_s: float) -> Iterator[float]:
+    """How long to wait for each of several tries, in seconds: doubling up to `most_s`, for ever."""
+    silence_s = min(first_s, most_s)
+    while True:
+        yield silence_s
+        silence_s = min(2 * silence_s, most_s)
 
 
 @dataclass(slots=True)
@@ -165,6 +197,10 @@ class _Wait:
     patience: Patience
     started: float
     heard_at: float | None = None
+    silences: Iterator[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.silences = silences(self.patience.first_silence_s, self.patience.silence_s)
 
     @property
     def end(self) -> float:
@@ -172,8 +208,9 @@ class _Wait:
         return self.started + self.request.deadline_s + self.patience.grace_s
 
     def limit_s(self, now: float) -> float:
-        """How long the next reply may take."""
-        return max(0.001, min(self.patience.silence_s, self.end - now))
+        """How long the next reply may take. Called once for each send before the first."""
+        silence_s = next(self.silences) if self.heard_at is None else self.patience.silence_s
+        return max(0.001, min(silence_s, self.end - now))
 
     def request_at(self, now: float) -> ControlRequest:
         """What to send now. A repeat equals the first, or the controller would refuse it; but whoever waits for the

@@ -16,6 +16,7 @@ from rlbus._conversation import (
     ProgressHandler,
     ask,
     converse,
+    fate_of,
     op_name,
     show_progress,
     take_back,
@@ -130,7 +131,9 @@ class FleetClient:
 
         Raises (as every verb does): RefusedError tree: refused, nothing changed. PartialError: failed or partial.
             DeadlineError: not ended within `deadline_s`. BrokenError: no controller, or it went away meanwhile.
-        Cancel (every verb): the op is taken back, which takes at most 5 s.
+        Cancel (every verb): the controller is asked to take the op back, which takes at most 5 s, and ends it by
+            itself: a pause is undone (one that had ended by then holds), a reload is undone up to its loading and
+            finished after that; of a resume, flush or abort, workers go on with what they were sent.
         """
         request = PauseFleet(
             op_id=self._op_id(op_id),
@@ -333,6 +336,9 @@ class FleetClient:
 
         try:
             return await converse(self.bus, self.namespace, request, on_reply=on_reply, patience=patience)
-        except asyncio.CancelledError:
-            await take_back(self.bus, self.namespace, request.op_id, self.caller)
+        except asyncio.CancelledError as exc:
+            if not isinstance(request, GetFleet | GetHistory):
+                # Only a waiting caller would hear it otherwise; the CLI shows it after Ctrl-C.
+                is_taken = await take_back(self.bus, self.namespace, request.op_id, self.caller)
+                exc.add_note(fate_of(op_name(request), request.op_id, is_taken_back=is_taken))
             raise

@@ -144,6 +144,7 @@ class _Fanout:
         self._body = body
         self._route = route_of(body)
         self._loop = asyncio.get_running_loop()
+        self._dropped_before = bus.transport.num_dropped
         self._expires_at = bus.clock.now() + limits.deadline_s
         self._unicast = encode(self._command(None))
         ask_id = bus.new_id()
@@ -164,6 +165,10 @@ class _Fanout:
 
     def close(self) -> None:
         self._inbox.close()
+        num_dropped = self._bus.transport.num_dropped - self._dropped_before
+        if num_dropped:
+            # Whoever isn't heard is asked, and unknown in the end; this says that it may not be the worker's doing.
+            _log.warning("%s: %d deliveries were lost on this side meanwhile", self._op_id, num_dropped)
         if self.gather.num_strangers or self.gather.num_duplicates:
             counts = (self.gather.num_strangers, self.gather.num_duplicates)
             _log.debug("%s: %d strangers, %d duplicates dropped", self._op_id, *counts)

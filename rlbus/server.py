@@ -123,13 +123,16 @@ class EmbeddedServer:
         self._child = child
 
     async def stop(self) -> None:
-        """SIGTERM, SIGKILL after STOP_S; `start` starts it again on the same port with the same store. Idempotent."""
+        """SIGTERM, SIGKILL after STOP_S; `start` starts it again on the same port with the same store. Idempotent.
+
+        Cancel: it is killed at once.
+        """
         child, self._child = self._child, None
         if child is not None:
             await child.stop(STOP_S)
 
     async def restart(self) -> None:
-        """Stop and start, on the same port."""
+        """Stop and start, on the same port. Cancel: no process is left; `start` starts it."""
         await self.stop()
         await self.start()
 

@@ -24,8 +24,10 @@ from rlbus._conversation import (
     ProgressHandler,
     ask,
     converse,
+    fate_of,
     no_controller,
     show_progress,
+    silences,
     take_back,
 )
 from rlbus._sending import SenderHalf, SenderState, SendOrder
@@ -76,6 +78,8 @@ DEFAULT_STALL_S = 30.0
 # A page of a manifest stays at half of what a message may have.
 PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 PAGE_LIMIT_S = 10.0
+# The first silence after which a page is sent again; it doubles up to PAGE_LIMIT_S.
+PAGE_SILENCE_S = 1.0
 # Before a page is sent again while the connection is down.
 RECONNECT_PAUSE_S = 1.0
 # A manifest that the controller forgot is sent again at most this often per update.
@@ -170,7 +174,8 @@ class Trainer:
             PartialError: nobody is at the new version, or fewer than `require` (None: with "stop", fewer than all);
                 `.report` has one outcome per worker, and what each was left in.
             DeadlineError: no report in time. BrokenError: no controller, or it went away.
-        Cancel: the op is taken back and the group left, which takes at most 25 s.
+        Cancel: the op is taken back and the group left, which takes at most 25 s. The controller then ends it as any
+            other failed update: undone before the first byte, dirty and reported after it, done if it was committed.
         """
         started = asyncio.get_running_loop().time()
         op_id = self._bus.new_id()
@@ -254,9 +259,9 @@ class Trainer:
         """One page, sent again while its answer is lost or nobody leads, for FAILOVER_S: a repeat changes nothing."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + FAILOVER_S
-        while True:
+        for silence_s in silences(PAGE_SILENCE_S, PAGE_LIMIT_S):
             try:
-                await ask(self._bus, self._namespace, message, limit_s=PAGE_LIMIT_S)
+                await ask(self._bus, self._namespace, message, limit_s=silence_s)
                 return
             except BrokenError as exc:
                 if loop.time() >= until_s:
@@ -300,9 +305,10 @@ class Trainer:
         try:
             patience = Patience(nobody_s=FAILOVER_S)
             last = await converse(self._bus, self._namespace, request, on_reply=on_reply, patience=patience)
-        except (asyncio.CancelledError, DeadlineError, BrokenError):
+        except (asyncio.CancelledError, DeadlineError, BrokenError) as exc:
             # Nobody will tell us any more when to leave, and nobody here waits for the op.
-            await take_back(self._bus, self._namespace, request.op_id, self._caller)
+            is_taken = await take_back(self._bus, self._namespace, request.op_id, self._caller)
+            exc.add_note(fate_of("update", request.op_id, is_taken_back=is_taken))
             await half.leave("the trainer gave the update up")
             raise
         if not isinstance(last, OpResult):

@@ -1,6 +1,7 @@
 """Wire messages of rlbus: msgspec Structs, JSON on the wire. No behaviour, no imports beyond msgspec."""
 
 from rlbus.schemas.acks import (
+    RECEIVING,
     AbortedData,
     Accepted,
     Answer,
@@ -228,6 +229,7 @@ __all__ = [
     "PutManifest",
     "PutManifestPage",
     "QUERY_ROUTES",
+    "RECEIVING",
     "RankSpan",
     "ReceiveWeights",
     "ReceivedData",

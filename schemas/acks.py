@@ -108,8 +108,16 @@ class Accepted(Answer, frozen=True, kw_only=True, tag="accepted"):
     """The command was validated and runs now. For `update_weights_from_distributed`: the receiver stands ready."""
 
 
+# The phase of a transfer whose receiver stands.
+RECEIVING = "receiving"
+
+
 class Progress(Answer, frozen=True, kw_only=True, tag="progress"):
-    """Sent at least every second while a command runs. `done` grows only with real progress; `unit` is its unit."""
+    """Sent at least every second while a command runs. `done` grows only with real progress; `unit` is its unit.
+
+    It also says that the command was accepted, in case that was lost; for `update_weights_from_distributed` only in
+    phase RECEIVING.
+    """
 
     phase: str
     done: int = 0

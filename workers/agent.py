@@ -171,7 +171,7 @@ class Agent:
                 await self._close(drain_s)
 
     async def observe(self) -> Observed:
-        """Ask the engine how it is, bounded."""
+        """Ask the engine how it is, bounded. Cancel: the question goes on for the others who wait."""
         return await self._observer.observe()
 
     def apply(self, event: Event) -> tuple[Action, ...]:

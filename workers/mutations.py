@@ -76,7 +76,7 @@ class Surroundings(Protocol):
         ...
 
     async def observe(self) -> Observed:
-        """Ask the engine, bounded; generation is unknown if it doesn't answer."""
+        """Ask the engine, bounded; generation is unknown if it doesn't answer. Cancel: leaves nothing."""
         ...
 
 
@@ -236,7 +236,10 @@ class EngineCall:
             self._taken_back.set_result(cause)
 
     async def wait(self, limit_s: float) -> Fault | None:
-        """Until the task is done (None), or `limit_s` has passed or somebody took it back (why)."""
+        """Until the task is done (None), or `limit_s` has passed or somebody took it back (why).
+
+        Cancel: the task goes on; its owner ends it.
+        """
         waited: set[asyncio.Future[Any]] = {self.task, self._taken_back}
         await asyncio.wait(waited, timeout=max(limit_s, 0), return_when=asyncio.FIRST_COMPLETED)
         if self.task.done():
@@ -249,7 +252,10 @@ class EngineCall:
     async def give_up(
         self, release: Callable[[], Coroutine[Any, Any, None]] | None, release_s: float, cancel_s: float
     ) -> None:
-        """Let it end by itself after `release` if there is one, else cancel it. Returns even if it clings."""
+        """Let it end by itself after `release` if there is one, else cancel it. Returns even if it clings.
+
+        Cancel: the task may go on; its owner ends it.
+        """
         if release is not None:
             ends = asyncio.wait({self.task}, timeout=release_s)
             await asyncio.gather(within(release(), release_s, cancel_s, "releasing a stuck transfer"), ends)

@@ -46,7 +46,7 @@ class Observer:
             return NO_ANSWER
 
     async def aclose(self) -> None:
-        """Stop asking."""
+        """Stop asking. Cancel: it was told to stop, and may not have."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait({self._asking}, timeout=self._limit_s)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from rlbus._clock import Clock
-from rlbus.schemas import Command, Fault, FaultCode, ReceiveWeights, ResultStatus, route_of
+from rlbus.schemas import RECEIVING, Command, Fault, FaultCode, ReceiveWeights, ResultStatus, route_of
 from rlbus.workers.answers import Answers
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
@@ -49,7 +49,7 @@ class Host(Protocol):
         ...
 
     async def observe(self) -> Observed:
-        """Ask the engine, bounded."""
+        """Ask the engine, bounded. Cancel: leaves nothing."""
         ...
 
 
@@ -85,7 +85,7 @@ class _Op:
         for reply in self.record.replies:
             self._host.answers.accepted(self.record.op_id, reply)
         if isinstance(self.command.body, ReceiveWeights):
-            self.record.phase = "receiving"
+            self.record.phase = RECEIVING
 
     def on_ready(self) -> None:
         self._soon(self.accept)

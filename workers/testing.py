@@ -87,20 +87,23 @@ class Sent:
         return [a for a in self.answers if isinstance(a, Progress)]
 
     async def until(self, is_true: Callable[["Sent"], bool], limit_s: float = 60.0) -> None:
-        """Wait for answers until `is_true`. Raises TimeoutError."""
+        """Wait for answers until `is_true`. Raises TimeoutError. Cancel: leaves nothing."""
         async with asyncio.timeout(limit_s):
             while not is_true(self):
                 self._changed.clear()
                 await self._changed.wait()
 
     async def result(self, limit_s: float = 60.0) -> Result:
-        """The first result. Raises TimeoutError."""
+        """The first result. Raises TimeoutError. Cancel: leaves nothing."""
         await self.until(lambda sent: bool(sent.results), limit_s)
         return self.results[0]
 
 
 class Rig:
-    """A running agent, and the other end of its bus."""
+    """A running agent, and the other end of its bus.
+
+    Cancel, of every coroutine: the agent goes on with what it was sent.
+    """
 
     def __init__(self, engine: FakeEngine, agent: Agent, bus: Bus, worker_bus: Bus, broker: MemoryBroker) -> None:
         self.engine = engine
@@ -222,7 +225,10 @@ async def worker_on_bus(
     instance_id: str = INSTANCE_ID,
     boot: str = "boot",
 ) -> AsyncIterator[Rig]:
-    """A started engine and its agent on a bus in memory; both end with the context. A restart has another `boot`."""
+    """A started engine and its agent on a bus in memory; both end with the context. A restart has another `boot`.
+
+    Cancel: both are ended.
+    """
     broker = MemoryBroker() if broker is None else broker
     await engine.start()
     worker_bus = Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids(f"{boot}-{instance_id}"))
@@ -238,7 +244,9 @@ async def worker_on_bus(
             yield rig
         finally:
             agent.stop()
-            await running
+            await asyncio.wait({running})
+            if not running.cancelled():  # a test may have
+                running.result()
             await engine.aclose()
 
 
@@ -267,7 +275,7 @@ def code_of(result: Result) -> FaultCode | None:
 
 
 async def updated(rig: Rig, version: Version, op_id: str = "u", epoch: int = 1) -> None:
-    """A whole update that goes well, up to resume."""
+    """A whole update that goes well, up to resume. Cancel: it stands where it is."""
     tensors = rig.engine.tensors
     await rig.until_paused(version, tensors, op_id, epoch)
     received = await rig.receive(version, tensors, op_id, epoch).result()

@@ -84,6 +84,12 @@ def exit_code_of_error(error: BaseException) -> ExitCode:
     return ExitCode.REFUSED if isinstance(error, RefusedError) else ExitCode.FAILED
 
 
+def interruption(error: BaseException) -> str:
+    """What to say of Ctrl-C: also what became of the op, which the client notes on the cancellation behind it."""
+    notes: list[str] = getattr(error.__context__, "__notes__", [])
+    return "; ".join(["interrupted", *notes])
+
+
 class Output:
     """Where one command writes; `is_json` is its `--json`."""
 
@@ -117,7 +123,7 @@ class Output:
     def error(self, error: BaseException) -> ExitCode:
         """Write what went wrong: one line on stderr, with `--json` also the document. Returns how to end."""
         code = exit_code_of_error(error)
-        text = "interrupted" if code is ExitCode.INTERRUPTED else one_line(error)
+        text = interruption(error) if code is ExitCode.INTERRUPTED else one_line(error)
         if self.is_json and not self.has_document:
             named = error.code.value if isinstance(error, FaultError) else type(error).__name__
             detail = error.fault.detail if isinstance(error, FaultError) else {}

@@ -43,7 +43,7 @@ WeightRoots = Annotated[
 
 async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCode:
     """Run a service until it ends, or SIGINT or SIGTERM cancels it, which is how a service is stopped: exit code 0,
-    unless the service names one.
+    unless the service names one. Cancel: the service is cancelled, and its end awaited.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(service)

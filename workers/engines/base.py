@@ -103,7 +103,10 @@ class Engine(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Stop everything that `start` began, within 10 s, leaving no process behind. Idempotent."""
+        """Stop everything that `start` began, within 10 s, leaving no process behind. Idempotent.
+
+        Cancel: the rest is stopped all the same.
+        """
         ...
 
     async def observe(self) -> Observed:
@@ -122,11 +125,17 @@ class Engine(Protocol):
         ...
 
     async def flush_cache(self) -> None:
-        """Empty every cache that could serve old weights. Raises EngineError (`flush_failed`) if one stayed."""
+        """Empty every cache that could serve old weights. Raises EngineError (`flush_failed`) if one stayed.
+
+        Cancel: some may be emptied; the agent owes the flush until one has succeeded.
+        """
         ...
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """End those requests, or all; the number ended. Unknown ids are not an error. Works beside a mutation."""
+        """End those requests, or all; the number ended. Unknown ids are not an error. Works beside a mutation.
+
+        Cancel: some may have ended.
+        """
         ...
 
     def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
@@ -143,7 +152,10 @@ class Engine(Protocol):
         ...
 
     async def leave_group(self) -> None:
-        """Drop the group, in whatever state it is; also releases a receive that is stuck in it. Idempotent."""
+        """Drop the group, in whatever state it is; also releases a receive that is stuck in it. Idempotent.
+
+        Cancel: the group may still stand; it isn't used any more, and the next join or leave drops it.
+        """
         ...
 
     async def receive_weights(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
@@ -155,11 +167,17 @@ class Engine(Protocol):
         ...
 
     async def finish_update(self, version: Version) -> None:
-        """Make the received weights the model's, and label them. Raises UpdateFailedError."""
+        """Make the received weights the model's, and label them. Raises UpdateFailedError.
+
+        Cancel: like a failure with the weights touched; `abort_update` follows.
+        """
         ...
 
     async def abort_update(self) -> None:
-        """Close an open update session, so that the next can start. The weights may stay torn. Idempotent."""
+        """Close an open update session, so that the next can start. The weights may stay torn. Idempotent.
+
+        Cancel: the session may still be open; called again, it is closed.
+        """
         ...
 
     async def check_checkpoint(self, path: str) -> None:
@@ -171,9 +189,12 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, path: str, version: Version) -> None:
-        """Load a safetensors folder completely. Raises UpdateFailedError (e.g. a missing file: untouched)."""
+        """Load a safetensors folder completely. Raises UpdateFailedError (e.g. a missing file: untouched).
+
+        Cancel: like a failure with the weights touched; `abort_update` follows.
+        """
         ...
 
     async def checksums(self) -> ChecksumsData:
-        """Checksums of what the engine holds now."""
+        """Checksums of what the engine holds now. Cancel: nothing changes; the engine may still compute them."""
         ...

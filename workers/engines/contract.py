@@ -30,6 +30,8 @@ class OpenedEngine(Protocol):
 
     `version` arguments select weights: equal versions mean equal weights, different ones different weights, and in
     every case the manifest is `tensors()`.
+
+    Cancel, of every coroutine: what it began may stand; whoever opened the engine closes all of it.
     """
 
     @property
@@ -190,14 +192,14 @@ class Stream:
 
 
 async def begin(opened: OpenedEngine, num_tokens: int) -> Stream:
-    """A request that has its first token."""
+    """A request that has its first token. Cancel: the request goes on."""
     stream = Stream(opened, num_tokens)
     await stream.first.wait()
     return stream
 
 
 async def tokens(opened: OpenedEngine, num_tokens: int = 12, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
-    """What the engine generates now."""
+    """What the engine generates now. Cancel: the request is dropped, or goes on in the engine."""
     generated = await opened.generate(prompt, num_tokens, f"request-{next(_requests)}")
     assert generated.finish == "length"
     return generated.tokens
@@ -205,7 +207,7 @@ async def tokens(opened: OpenedEngine, num_tokens: int = 12, prompt: tuple[int, 
 
 @asynccontextmanager
 async def paused(opened: OpenedEngine, mode: PauseMode = PauseMode.ABORT) -> AsyncIterator[None]:
-    """Paused inside, running outside."""
+    """Paused inside, running outside. Cancel: inside it resumes the engine; while it pauses, that may stay paused."""
     await opened.engine.pause(mode, True)
     try:
         yield
@@ -215,7 +217,7 @@ async def paused(opened: OpenedEngine, mode: PauseMode = PauseMode.ABORT) -> Asy
 
 @asynccontextmanager
 async def grouped(opened: OpenedEngine) -> AsyncIterator[int]:
-    """Joined inside; yields the epoch."""
+    """Joined inside; yields the epoch. Cancel: the group is left."""
     plan = await opened.plan(new_epoch())
     try:
         async with asyncio.TaskGroup() as group:
@@ -239,7 +241,7 @@ def order(opened: OpenedEngine, epoch: int, version: Version) -> ReceiveOrder:
 async def transfer(
     opened: OpenedEngine, epoch: int, version: Version, num_tensors: int | None = None
 ) -> tuple[ReceivedData, tuple[TensorSum, ...], list[int]]:
-    """Send and receive; the received data, the sent sums, and the progress."""
+    """Send and receive; the received data, the sent sums, and the progress. Cancel: the receive may go on."""
     progress: list[int] = []
     receiving = await begin_receive(opened, epoch, version, progress)
     sent = await opened.send(order(opened, epoch, version), num_tensors)
@@ -249,7 +251,7 @@ async def transfer(
 async def begin_receive(
     opened: OpenedEngine, epoch: int, version: Version, progress: list[int] | None = None
 ) -> "asyncio.Task[ReceivedData]":
-    """The receiving half, standing ready. Raises what it raised if it failed before that."""
+    """The receiving half, standing ready. Raises what it raised if it failed before that. Cancel: it goes on."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     counts: list[int] = [] if progress is None else progress
@@ -269,7 +271,7 @@ async def begin_receive(
 
 
 async def update(opened: OpenedEngine, version: Version) -> None:
-    """A whole update to `version`, flushed, running afterwards."""
+    """A whole update to `version`, flushed, running afterwards. Cancel: running again, the weights may be torn."""
     async with paused(opened):
         async with grouped(opened) as epoch:
             received, sent, _ = await transfer(opened, epoch, version)

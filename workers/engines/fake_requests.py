@@ -118,7 +118,7 @@ class Scheduler:
         return num_ended
 
     async def aclose(self) -> None:
-        """End all requests and the step loop. Idempotent."""
+        """End all requests and the step loop. Idempotent. Cancel: all is ended; the loop's last turn isn't awaited."""
         self.abort(None)
         if self._task is not None:
             self._task.cancel()

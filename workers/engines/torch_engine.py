@@ -135,9 +135,11 @@ class TorchEngine:
 
     async def aclose(self) -> None:
         """See `Engine`."""
-        if self._generator is not None:
-            await asyncio.to_thread(self._generator.close)
-        await asyncio.gather(self._server.aclose(), self._ranks.aclose())
+        try:
+            if self._generator is not None:
+                await asyncio.to_thread(self._generator.close)
+        finally:
+            await asyncio.gather(self._server.aclose(), self._ranks.aclose())
 
     async def observe(self) -> Observed:
         """See `Engine`. Raises: EngineDeadError."""

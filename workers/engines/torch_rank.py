@@ -165,7 +165,7 @@ class ChildRank:
         return self._process.pid
 
     async def wait_loaded(self) -> None:
-        """Until it has its model. Raises: EngineDeadError, DeadlineError."""
+        """Until it has its model. Raises: EngineDeadError, DeadlineError. Cancel: it loads on; `aclose` ends it."""
         loaded = asyncio.ensure_future(self._loaded.wait())
         try:
             waited: set[asyncio.Future[object]] = {loaded, self._reading}  # type: ignore[arg-type]

@@ -94,7 +94,10 @@ class EngineCalls:
         return self._result(what, task, is_collective=True)
 
     async def settle(self, limit_s: float) -> None:
-        """Wait until no call is pending. Raises EngineError naming the one that doesn't come back; EngineDeadError."""
+        """Wait until no call is pending. Raises EngineError naming the one that doesn't come back; EngineDeadError.
+
+        Cancel: the calls go on.
+        """
         if not self._pending:
             return
         waited: set[asyncio.Future[Any]] = set(self._pending)

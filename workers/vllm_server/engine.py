@@ -132,7 +132,10 @@ class VllmEngine:
         return ("nccl", "gloo") if has_cuda and transfer.backend == "rlbus" else ("gloo",)
 
     async def aclose(self) -> None:
-        """Drop the group; the engine itself belongs to the server. Idempotent."""
+        """Drop the group; the engine itself belongs to the server. Idempotent.
+
+        Cancel: the group may stand as long as the server does.
+        """
         updates, self._updates = self._updates, None
         try:
             if updates is not None and self._calls.death is None:
@@ -254,6 +257,7 @@ class VllmEngine:
     async def checksums(self) -> ChecksumsData:
         """vLLM's own, by its fused parameter names, cut to 64 bits; on a CPU without the linear layers, which vLLM
         keeps prepacked where it doesn't look. What was received is checked by rlbus's own sums (`ReceivedData`).
+        Cancel: the engine goes on computing them.
         """
         found = await self._calls.hold("compute_weight_checksums", self._llm.compute_weight_checksums, CHECKSUM_S)
         pairs = [pair for rank in found for pair in rank.items()]

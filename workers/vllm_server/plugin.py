@@ -105,6 +105,7 @@ class EndpointPlugin:
 
         Raises:
             ConfigError: a variable of rlbus is wrong; the server doesn't start, rather than run off the bus unseen.
+        Cancel: can't come, since nothing is awaited.
         """
         self._attachment = Attachment.from_env(engine_client, args)
 

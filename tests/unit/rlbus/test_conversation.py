@@ -5,11 +5,26 @@ import asyncio
 import pytest
 
 from rlbus import subjects
-from rlbus._conversation import Patience, _Wait, ask, op_name, take_back
+from rlbus._conversation import Patience, _Wait, ask, converse, op_name, take_back
 from rlbus._transport import Message
-from rlbus.bus import Bus
+from rlbus.bus import DEFAULT_MAX_QUEUED, Bus
 from rlbus.errors import BrokenError, BusyError, DeadlineError, RLBusError
-from rlbus.schemas import CancelOp, ControlRequest, Fault, FaultCode, GetFleet, OpAccepted, PauseFleet, Refusal
+from rlbus.schemas import (
+    CancelOp,
+    ControlRequest,
+    Fault,
+    FaultCode,
+    FleetView,
+    GetFleet,
+    HistoryView,
+    OpAccepted,
+    OpProgress,
+    OpResult,
+    OpStatus,
+    PauseFleet,
+    Refusal,
+    Report,
+)
 from rlbus.testing import LoopClock, MemoryBroker, run
 
 pytestmark = pytest.mark.unit
@@ -17,6 +32,7 @@ pytestmark = pytest.mark.unit
 SILENCE = DeadlineError("reply", 5.0)
 NOBODY = BrokenError("subject", "nobody listens")
 REQUEST = PauseFleet(op_id="o", deadline_s=100.0)
+REPORT = Report(op_id="o", op="pause", status=OpStatus.OK, outcomes=(), phases_s={}, took_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +78,19 @@ def test_a_program_that_outlives_a_controller_bears_that_nobody_listens_for_a_wh
 
     end = run(body())
     assert end is None if ends_as is None else type(end) is ends_as
+
+
+def test_the_first_silences_are_short_and_grow_until_the_controller_has_spoken() -> None:
+    """One that doesn't lead says nothing, and the next one is soon there; one that has spoken is given its time."""
+
+    async def body() -> list[float]:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            wait = _Wait(bus, "n", REQUEST, Patience(), started=0.0)
+            limits_s = [wait.limit_s(0.0) for _ in range(5)]
+            wait.heard_at = 1.0
+            return [*limits_s, wait.limit_s(1.0), wait.limit_s(139.0)]
+
+    assert run(body()) == [1.0, 2.0, 4.0, 5.0, 5.0, 5.0, 1.0]
 
 
 def test_a_disconnect_is_not_taken_for_a_missing_controller() -> None:
@@ -129,6 +158,32 @@ def test_taking_back_is_bounded_when_nobody_answers() -> None:
             return asyncio.get_running_loop().time()
 
     assert run(body()) == pytest.approx(5.0)
+
+
+def test_a_flood_of_replies_breaks_the_stream_and_not_the_conversation() -> None:
+    """More than a stream holds come at once, the last one after them is lost: the request is repeated, and joins."""
+    asked: list[str] = []
+    told: list[int] = []
+
+    async def body() -> OpResult | FleetView | HistoryView:
+        broker = MemoryBroker()
+        async with Bus(broker.connect(), clock=LoopClock()) as ours, Bus(broker.connect(), clock=LoopClock()) as theirs:
+
+            def on_request(request: ControlRequest, message: Message) -> None:
+                asked.append(request.op_id)
+                assert message.reply is not None
+                for done in range(DEFAULT_MAX_QUEUED + 100 if len(asked) == 1 else 1):
+                    theirs.publish(message.reply, OpProgress(op_id=request.op_id, phase="pause", done=done))
+                theirs.publish(message.reply, OpResult(report=REPORT))
+
+            theirs.subscribe(subjects.all_control("n"), ControlRequest, on_request)
+            return await converse(
+                ours, "n", REQUEST, on_reply=lambda r: told.append(r.done) if isinstance(r, OpProgress) else None
+            )
+
+    assert run(body()) == OpResult(report=REPORT)
+    assert asked == [REQUEST.op_id] * 2
+    assert told == [*range(DEFAULT_MAX_QUEUED), 0]
 
 
 def test_an_op_is_named_as_its_subject() -> None:
