@@ -140,6 +140,7 @@ from rlbus.schemas.membership import (
     WorkView,
 )
 from rlbus.schemas.weights import (
+    WHOLE,
     ManifestPage,
     TensorSpec,
     TensorSum,
@@ -149,6 +150,7 @@ from rlbus.schemas.weights import (
 )
 
 __all__ = [
+    "WHOLE",
     "AbortFleet",
     "AbortRequest",
     "AbortWeights",

@@ -49,6 +49,7 @@ from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
 from rlbus.workers.leases import OWN_OP_S, work_of
+from rlbus.workers.ledger import Ledger, come_back, noted
 from rlbus.workers.lifecycle import decide, served_routes
 from rlbus.workers.moves import (
     Action,
@@ -81,7 +82,10 @@ ROUTES_QUERY = "routes"
 
 
 class Agent:
-    """Serves one started engine on the bus. `run` until `stop`; the engine and the bus belong to the caller.
+    """Serves one started engine on the bus. `run` until `stop`; engine, bus and ledger belong to the caller.
+
+    With a `ledger` of an earlier process the worker comes back as itself: with its outcomes and the largest term that
+    it has seen, and with unknown weights, since the engine is a new one.
 
     Raises:
         ConfigError: a name doesn't fit into a subject.
@@ -96,6 +100,7 @@ class Agent:
         component: str,
         instance_id: str,
         config: AgentConfig | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._engine = engine
         self._bus = bus
@@ -128,6 +133,9 @@ class Agent:
             routes=routes,
             backends=info.backends,
         )
+        self._ledger = ledger
+        if ledger is not None:
+            self._remember(ledger)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
@@ -184,6 +192,8 @@ class Agent:
             self.answers.event(fact)
         if is_visible(before, self._state):
             self._heartbeat.soon()
+        if self._ledger is not None:
+            self._ledger.note(noted(self._state))
         if self._state.lease is not before.lease:
             self._arm_lease()
         for action in actions:
@@ -204,6 +214,18 @@ class Agent:
             num_refused_messages=self.answers.num_refused,
             work=work_of(state.running, self._config.work_lease_s),
         )
+
+    # --- what outlives the process
+
+    def _remember(self, ledger: Ledger) -> None:
+        descriptor, past = self.descriptor, ledger.past
+        if past.noted is not None:
+            self._state = come_back(self._state, past.noted)
+            before = past.noted.weights
+            text = "worker %s/%s is back: its engine is a new one; before, its weights were %s at version %s"
+            _log.info(text, descriptor.component, descriptor.instance_id, before.state.value, before.version)
+        ledger.note(noted(self._state))
+        self.journal.keep_in(ledger, descriptor.component, descriptor.instance_id, self.boot_id)
 
     # --- the lease of a pause
 
@@ -362,7 +384,7 @@ class Agent:
 
     def _end_at_once(self, command: Command, reply: str | None) -> None:
         """What was done on arrival is recorded as done."""
-        record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
+        record = self.journal.begin(command, reply, asyncio.get_running_loop().time(), is_kept=False)
         result = self.answers.build(command.op_id, ResultStatus.OK)
         self.journal.end(record, result)
         self.answers.result(reply, result)
@@ -400,6 +422,8 @@ class Agent:
 
     async def _beat(self) -> None:
         await self._observer.observe()
+        if self._ledger is not None:
+            self._ledger.touch()
         self.answers.num_announced += 1
         announcement = Announcement(
             boot_id=self.boot_id,
