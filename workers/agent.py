@@ -8,6 +8,7 @@ owed from the first byte of an update on, whoever sends `flush_cache` pays it, a
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from rlbus import subjects
@@ -85,7 +86,8 @@ class Agent:
     """Serves one started engine on the bus. `run` until `stop`; engine, bus and ledger belong to the caller.
 
     With a `ledger` of an earlier process the worker comes back as itself: with its outcomes and the largest term that
-    it has seen, and with unknown weights, since the engine is a new one.
+    it has seen, and with unknown weights, since the engine is a new one. One that comes `before` this agent, and has
+    ended by itself, leaves it the engine as it is: weights, an open update, who holds the pause, outcomes.
 
     Raises:
         ConfigError: a name doesn't fit into a subject.
@@ -101,6 +103,7 @@ class Agent:
         instance_id: str,
         config: AgentConfig | None = None,
         ledger: Ledger | None = None,
+        before: "Agent | None" = None,
     ) -> None:
         self._engine = engine
         self._bus = bus
@@ -134,7 +137,9 @@ class Agent:
             backends=info.backends,
         )
         self._ledger = ledger
-        if ledger is not None:
+        if before is not None:
+            self._adopt(before)
+        elif ledger is not None:
             self._remember(ledger)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
@@ -144,6 +149,8 @@ class Agent:
         self._lease_timer: asyncio.TimerHandle | None = None
         self._stopped = asyncio.Event()
         self._stop_reason = "stopped"
+        # Why the engine can't be helped any more; the agent then ends.
+        self.lost: str | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -156,6 +163,13 @@ class Agent:
         self._stop_reason = reason
         self._stopped.set()
 
+    def lose(self, why: str) -> None:
+        """The engine is dead, or will never come back: stop, so that whoever supervises it can start it again."""
+        if self.lost is None:
+            self.lost = why
+            _log.error("the engine is lost: %s", why)
+            self.stop(f"the engine is lost: {why}")
+
     async def run(self) -> None:
         """Serve until `stop`. What runs then may go on for `drain_s`, is ended, and a goodbye is said.
 
@@ -164,6 +178,7 @@ class Agent:
         subscriptions = [self._bus.subscribe(p, Command, self._on_command, self._on_bad) for p in self._patterns]
         unwatch = self._bus.watch_connection(self._on_connection)
         drain_s = 0.0
+        self._arm_lease()
         async with asyncio.TaskGroup() as group:
             heart = group.create_task(self._heartbeat.run())
             try:
@@ -226,6 +241,11 @@ class Agent:
             _log.info(text, descriptor.component, descriptor.instance_id, before.state.value, before.version)
         ledger.note(noted(self._state))
         self.journal.keep_in(ledger, descriptor.component, descriptor.instance_id, self.boot_id)
+
+    def _adopt(self, before: "Agent") -> None:
+        self._state = replace(before.state, running=None, queued=None)
+        self.journal = before.journal
+        self.journal.give_up(self.descriptor.component, self.descriptor.instance_id, before.boot_id)
 
     # --- the lease of a pause
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rlbus.schemas import Command, CommandBody, Result, route_of
-from rlbus.workers.ledger import Ledger, Over, interrupted
+from rlbus.workers.ledger import Began, Ledger, Over, interrupted
 
 # Ended ops that are remembered. An update takes about ten ops of a worker, so this is the history of some 50 updates,
 # while a controller asks for an outcome within seconds.
@@ -74,6 +74,12 @@ class Journal:
         for over in (*ledger.past.over.values(), *lost):
             record = Record(over.op_id, over.route, over.digest, is_accepted=True, is_kept=over in lost)
             self.end(record, _result(over, component, instance_id))
+
+    def give_up(self, component: str, instance_id: str, boot_id: str) -> None:
+        """Whatever still runs is over: its agent has ended, and nobody will say how it went."""
+        for record in self.running:
+            began = Began(record.op_id, record.route, record.digest)
+            self.end(record, _result(interrupted(began, boot_id), component, instance_id))
 
     def begin(self, command: Command, reply: str | None, now_s: float, *, is_kept: bool = True) -> Record:
         """Open the record of an op that is about to run. `is_kept` False: nobody needs it after a restart."""

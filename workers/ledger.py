@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -120,10 +121,8 @@ def read(data: bytes) -> Past:
 
 
 def interrupted(began: Began, boot_id: str) -> Over:
-    """The outcome of an op in whose middle the process ended."""
-    text = (
-        f"the worker's process ended in the middle of {began.route}; it was not run again, and the engine is a new one"
-    )
+    """The outcome of an op in whose middle the process, or its agent, ended."""
+    text = f"the worker's process ended in the middle of {began.route}; it was not run again"
     fault = Fault(code=FaultCode.WORKER_LOST, message=text, detail={"route": began.route})
     return Over(began.op_id, began.route, began.digest, boot_id, ResultStatus.FAILED, fault)
 
@@ -260,6 +259,14 @@ def _past_of(path: Path) -> Past:
     if past.num_unread:
         _log.warning("%s: %d lines can't be read, and are left out", path, past.num_unread)
     return past
+
+
+@contextlib.contextmanager
+def opened(folder: str | None, namespace: str, component: str, instance_id: str) -> Iterator[Ledger | None]:
+    """The ledger of a worker while inside; None without a folder, or if it can't be had."""
+    ledger = None if folder is None else Ledger.open(Path(folder), namespace, component, instance_id)
+    with contextlib.nullcontext() if ledger is None else ledger:
+        yield ledger
 
 
 def noted(state: WorkerState) -> Noted:

@@ -1,4 +1,4 @@
-"""Supervising a server process: a stand-in for vLLM that starts a process of its own, as vLLM does."""
+"""Supervising a worker's process: stand-ins that start a process of their own, as engines do."""
 
 import asyncio
 import os
@@ -6,17 +6,18 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlbus.workers.vllm_server.command import ServerCommand
-from rlbus.workers.vllm_server.restarts import RestartPolicy, Restarts
-from rlbus.workers.vllm_server.supervisor import EXIT_GAVE_UP, keep_running
+from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
+from rlbus.workers.supervisor.supervise import EXIT_GAVE_UP, Supervision, WorkerCommand, keep_running
 
 pytestmark = pytest.mark.integration
 
 LIMIT_S = 30.0
+HOW = Supervision(who="backend/7")
 # Writes its pid and its child's, then serves for ever; on SIGTERM it ends and leaves its child behind.
 SERVER = """
     import os, subprocess, sys, time
@@ -28,9 +29,9 @@ SERVER = """
 """
 
 
-def command(script: str, pids: Path) -> ServerCommand:
+def command(script: str, pids: Path) -> WorkerCommand:
     """Runs `script` in a Python of its own."""
-    return ServerCommand((sys.executable, "-c", textwrap.dedent(script)), {"PIDS": str(pids)})
+    return WorkerCommand((sys.executable, "-c", textwrap.dedent(script)), {"PIDS": str(pids)})
 
 
 def restarts(max_restarts: int = 3) -> Restarts:
@@ -60,7 +61,7 @@ def is_running(pid: int) -> bool:
     """Whether it lives; a zombie doesn't."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -77,7 +78,7 @@ def test_dead_server_is_started_again_and_nothing_of_it_stays(
     async def main() -> None:
         stopped = asyncio.Event()
         pids = tmp_path / "pids"
-        running = asyncio.ensure_future(keep_running(command(SERVER, pids), "backend/7", restarts(), stopped, None))
+        running = asyncio.ensure_future(keep_running(command(SERVER, pids), HOW, restarts(), stopped))
         (first,) = await lives(pids, 1)
         os.kill(first[0], signal.SIGKILL)
         second = (await lives(pids, 2))[1]
@@ -97,7 +98,7 @@ def test_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
         log = tmp_path / "log"
         stand_in = command("print('no good', flush=True)", tmp_path / "pids")
-        code = await keep_running(stand_in, "backend/7", restarts(2), asyncio.Event(), log)
+        code = await keep_running(stand_in, replace(HOW, log=log), restarts(2), asyncio.Event())
         assert code == EXIT_GAVE_UP
         assert log.read_text().splitlines() == ["no good"] * 3
 
@@ -110,7 +111,7 @@ def test_cancelled_supervisor_leaves_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         pids = tmp_path / "pids"
         running = asyncio.ensure_future(
-            keep_running(command(SERVER, pids), "backend/7", restarts(), asyncio.Event(), tmp_path / "log")
+            keep_running(command(SERVER, pids), replace(HOW, log=tmp_path / "log"), restarts(), asyncio.Event())
         )
         (life,) = await lives(pids, 1)
         running.cancel()
