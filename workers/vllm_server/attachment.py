@@ -148,9 +148,11 @@ class Attachment:
             _log.exception("rlbus: worker %s ended; the server goes on without it", who)
 
     async def _serve(self, engine: Any, who: str, ledger: Any) -> None:
-        """Connect and run the agent, again and again with growing pauses when that fails, until the server stops."""
+        """Connect and run the agent, again and again with growing pauses when that fails, until the server stops, or
+        its engine is lost: then nobody needs a worker there.
+        """
         retry_s = FIRST_RETRY_S
-        while not self._stop.is_set():
+        while not self._stop.is_set() and (self._agent is None or self._agent.lost is None):
             try:
                 await self._connect_and_host(engine, who, ledger)
                 retry_s = FIRST_RETRY_S
