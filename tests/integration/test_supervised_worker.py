@@ -31,7 +31,7 @@ from rlbus.server import EmbeddedServer
 from rlbus.workers.supervisor.processes import look, tree
 from rlbus.workers.torch_lm.make import make_tiny_model
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 # A start takes some 5 s here, and much longer on a loaded machine.
 LIMIT_S = 180.0
