@@ -185,7 +185,7 @@ class Agent:
                 await self._try_barrier()
                 self.ready.set()
                 await self._stopped.wait()
-                drain_s = self._config.drain_s
+                drain_s = self._config.drain_s if self.lost is None else 0.0
             finally:
                 unwatch()
                 for subscription in subscriptions:

@@ -17,6 +17,7 @@ from rlbus.schemas import (
     Generation,
     GetOutcome,
     InitGroup,
+    LoadWeights,
     OutcomeData,
     PauseGeneration,
     ReceiveWeights,
@@ -175,6 +176,20 @@ def test_op_in_whose_middle_the_process_ended_has_a_fault_and_is_not_run_again(t
         assert (data.running, data.status, data.fault) == (False, ResultStatus.FAILED, result.fault)
 
     lives(tmp_path, again, again)
+
+
+def test_op_that_was_refused_after_all_is_not_there_after_a_restart(tmp_path: Path) -> None:
+    """It changed nothing, and may be tried again under the same op_id."""
+
+    async def first(rig: Rig) -> None:
+        await rig.send(PauseGeneration(), op_id="p")
+        load = LoadWeights(path="/nowhere", version=V1)
+        assert (await rig.send(load, op_id="l")).status is ResultStatus.REFUSED
+
+    async def again(rig: Rig) -> None:
+        assert code_of(await rig.send(GetOutcome(of_op_id="l"), op_id="o")) is FaultCode.UNKNOWN_OP
+
+    lives(tmp_path, first, again)
 
 
 def test_controller_of_an_older_term_is_refused_after_a_restart(tmp_path: Path) -> None:
