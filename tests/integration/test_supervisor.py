@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlbus.workers.supervisor.hang import HangLimits
 from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
 from rlbus.workers.supervisor.supervise import EXIT_GAVE_UP, Supervision, WorkerCommand, keep_running
 
@@ -118,5 +119,92 @@ def test_cancelled_supervisor_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
         await gone(life)
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+# Gives signs of life for a while, and then does as it is told.
+BEATS = """
+    import os, subprocess, sys, time
+    fd = int(os.environ["RLBUS_BEAT_FD"])
+    orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    with open(os.environ["PIDS"], "a") as f:
+        f.write(f"{os.getpid()} {orphan.pid}\\n")
+    os.write(fd, b"r")
+    for _ in range(20):
+        os.write(fd, b".")
+        time.sleep(0.05)
+"""
+QUICK = HangLimits(seen_s=0.5, idle_s=2.0, busy_s=6.0)
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        pytest.param("time.sleep(600)", "waits", id="waits for what doesn't come"),
+        pytest.param("while True: pass", "computes", id="spins"),
+    ],
+)
+def test_process_that_hangs_is_killed_with_what_it_started_and_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, does: str, words: str
+) -> None:
+    """Also what it has started in a group of its own; it was said to be ready, once in each life."""
+
+    async def main() -> None:
+        pids, stopped = tmp_path / "pids", asyncio.Event()
+        ready: list[int] = []
+        how = replace(HOW, log=tmp_path / "log", limits=QUICK, on_ready=ready.append)
+        stand_in = command(textwrap.dedent(BEATS) + does, pids)
+        running = asyncio.ensure_future(keep_running(stand_in, how, restarts(), stopped))
+        first, second = await lives(pids, 2)
+        assert not any(is_running(pid) for pid in first)
+        await until(lambda: len(ready) == 2)
+        assert ready == [first[0], second[0]]
+        stopped.set()
+        assert await running == 0
+        await gone(second)
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    said = [record.getMessage() for record in caplog.records if "no sign of life" in record.getMessage()]
+    assert f"and {words}; it is killed" in said[-1]
+
+
+def test_process_that_is_only_slow_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said to be silent, and to be back."""
+    does = """
+    for _ in range(3):
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end: pass
+        os.write(fd, b".")
+    open(os.environ["PIDS"] + ".done", "w").close()
+    while True:
+        os.write(fd, b".")
+        time.sleep(0.05)
+    """
+
+    async def main() -> None:
+        pids, stopped = tmp_path / "pids", asyncio.Event()
+        how = replace(HOW, log=tmp_path / "log", limits=QUICK)
+        stand_in = command(textwrap.dedent(BEATS) + textwrap.dedent(does), pids)
+        running = asyncio.ensure_future(keep_running(stand_in, how, restarts(), stopped))
+        await until((tmp_path / "pids.done").exists)
+        await until(lambda: "answers again" in caplog.text)
+        assert len(begun(pids)) == 1
+        stopped.set()
+        assert await running == 0
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert "it is killed" not in caplog.text
+
+
+def test_process_that_was_called_in_a_wrong_way_is_not_started_again(tmp_path: Path) -> None:
+    """Status 2, of vLLM's options or of ours, stays what it is."""
+
+    async def main() -> None:
+        log = tmp_path / "log"
+        stand_in = command("import sys; print('usage', flush=True); sys.exit(2)", tmp_path / "pids")
+        assert await keep_running(stand_in, replace(HOW, log=log), restarts(), asyncio.Event()) == 2
+        assert log.read_text() == "usage\n"
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))

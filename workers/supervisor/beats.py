@@ -56,24 +56,27 @@ class Beats:
 class Hearing:
     """The reading end, in the supervisor: when was what heard last, in seconds of its loop."""
 
-    def __init__(self, on_ready: Callable[[], None]) -> None:
-        self._on_ready = on_ready
-        self._is_ready = False
+    def __init__(self) -> None:
+        self._on_ready: Callable[[], None] | None = None
         self.loop_s: float | None = None
         self.engine_s: float | None = None
         self.read_fd, self.write_fd = os.pipe()
         os.set_blocking(self.read_fd, False)
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """The process has been started, and has its own writing end by now. `on_ready` is called at most once."""
+        self._on_ready = on_ready
+        self._close_write()
         asyncio.get_running_loop().add_reader(self.read_fd, self._read)
 
-    def close_write(self) -> None:
-        """The process has its own by now."""
+    def _close_write(self) -> None:
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1
 
     def close(self) -> None:
         """Hear nothing any more. Idempotent."""
-        self.close_write()
+        self._close_write()
         if self.read_fd >= 0:
             asyncio.get_running_loop().remove_reader(self.read_fd)
             os.close(self.read_fd)
@@ -88,6 +91,6 @@ class Hearing:
         self.loop_s = loop.time()
         if ALIVE in data or self.engine_s is None:
             self.engine_s = self.loop_s
-        if READY in data and not self._is_ready:
-            self._is_ready = True
-            self._on_ready()
+        if READY in data and self._on_ready is not None:
+            on_ready, self._on_ready = self._on_ready, None
+            on_ready()

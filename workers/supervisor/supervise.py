@@ -100,8 +100,7 @@ class _Life:
     async def run(self, stopped: asyncio.Event) -> int:
         """Until it ends, hangs, or the supervisor is told to stop; its exit status."""
         how, command = self._how, self._command
-        child: Child | None = None
-        hearing = Hearing(lambda: None if child is None else how.on_ready(child.pid))
+        hearing = Hearing()
         try:
             async with output(how.who, how.log) as sink:
                 child = await Child.start(
@@ -113,11 +112,12 @@ class _Life:
                     stderr=sink,
                     pass_fds=(hearing.write_fd,),
                 )
-                hearing.close_write()
+                hearing.listen(lambda: how.on_ready(child.pid))
                 _log.info("worker %s: process %d starts", how.who, child.pid)
-                code = await self._until_end(child, hearing, stopped)
-                await self._clear()
-                return code
+                try:
+                    return await self._until_end(child, hearing, stopped)
+                finally:
+                    await self._clear()
         finally:
             hearing.close()
 
@@ -131,6 +131,7 @@ class _Life:
         finally:
             for task in (*tasks, watching):
                 task.cancel()
+            self._tree = tree(child.pid) or self._tree
             # Also after its own end: what it had started ends with it.
             code = await child.stop(STOP_S)
         if watching.done() and not watching.cancelled():
@@ -169,11 +170,19 @@ class _Life:
         return looks
 
     async def _clear(self) -> None:
-        """Wait until what was below the process, in whatever group, is gone, too; what stays is killed."""
-        if not await self._gone(LEAVE_S):
-            _log.warning("worker %s: killed what the process left behind: %s", self._how.who, kill_left(self._tree))
-            if not await self._gone(LEFT_S):
-                _log.error("worker %s: processes of before live on: %s", self._how.who, left_of(self._tree))
+        """Wait until what was below the process, in whatever group, is gone, too; what stays is killed.
+
+        Cancel: it is killed at once.
+        """
+        try:
+            if await self._gone(LEAVE_S):
+                return
+        finally:
+            left = kill_left(self._tree)
+            if left:
+                _log.warning("worker %s: killed what the process left behind: %s", self._how.who, left)
+        if not await self._gone(LEFT_S):
+            _log.error("worker %s: processes of before live on: %s", self._how.who, left_of(self._tree))
 
     async def _gone(self, limit_s: float) -> bool:
         with contextlib.suppress(TimeoutError):

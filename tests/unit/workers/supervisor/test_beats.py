@@ -22,11 +22,13 @@ def test_beats_say_that_the_loop_turns_that_it_serves_and_whether_its_engine_ans
 
     async def main() -> None:
         ready: list[str] = []
-        hearing = Hearing(lambda: ready.append("ready"))
-        environ = {BEAT_FD: str(hearing.write_fd)}
+        hearing = Hearing()
+        environ = {BEAT_FD: str(os.dup(hearing.write_fd))}
         beats = Beats.from_env(environ)
         assert beats is not None
         assert environ == {}
+        beats.ready()  # before anybody listens
+        hearing.listen(lambda: ready.append("ready"))
         answers = True
         beating = asyncio.ensure_future(beats.run(lambda: answers))
         await heard(hearing, lambda: hearing.loop_s is not None)
@@ -34,7 +36,6 @@ def test_beats_say_that_the_loop_turns_that_it_serves_and_whether_its_engine_ans
         answers = False
         before = hearing.loop_s
         await heard(hearing, lambda: hearing.loop_s != before and hearing.engine_s != hearing.loop_s)
-        beats.ready()
         beats.ready()
         await heard(hearing, lambda: ready)
         beating.cancel()
@@ -72,8 +73,8 @@ def test_end_of_the_process_ends_the_hearing() -> None:
     """Its exit is seen elsewhere; the closed pipe must not wake the loop for ever."""
 
     async def main() -> None:
-        hearing = Hearing(lambda: None)
-        hearing.close_write()
+        hearing = Hearing()
+        hearing.listen(lambda: None)
         await asyncio.sleep(0.05)
         assert not asyncio.get_running_loop().remove_reader(hearing.read_fd)
         hearing.close()
