@@ -8,7 +8,7 @@ from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import named
 from rlbus.controller.spans import check_joined
 from rlbus.controller.update_state import Blame, Damage, Hold, Seat, Stage, UpdateState
-from rlbus.schemas import Fault, FaultCode, Outcome, ReceivedData, WeightsData, WeightsState, WorkerId
+from rlbus.schemas import WHOLE, Fault, FaultCode, Outcome, ReceivedData, WeightsData, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _settled(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     """
     damage = Damage.TORN
     new = state.plan.request.version
-    if answer.is_ok and isinstance(answer.data, WeightsData) and answer.data.weights.state is WeightsState.CLEAN:
+    if answer.is_ok and isinstance(answer.data, WeightsData) and answer.data.weights.state in WHOLE:
         may_be_committed = seat.candidate.version != new or (seat.blame is not None and seat.blame.phase == "commit")
         if answer.data.weights.version == new and may_be_committed:
             return Note(replace(seat, damage=Damage.COMMITTED, blame=None))

@@ -19,6 +19,7 @@ from rlbus.controller.op_ids import PAUSE_STEP, derive
 from rlbus.controller.report import verb_report
 from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import (
+    WHOLE,
     AbortFleet,
     AbortRequest,
     CommandBody,
@@ -40,7 +41,6 @@ from rlbus.schemas import (
     ResumeGeneration,
     Version,
     WeightsData,
-    WeightsState,
     WorkerId,
     WorkerOutcome,
 )
@@ -235,7 +235,7 @@ class FleetVerb:
         untouched: list[WorkerId] = []
         late: list[WorkerId] = []
         for worker, answer in answers.items():
-            if not isinstance(answer.data, WeightsData) or answer.data.weights.state is not WeightsState.CLEAN:
+            if not isinstance(answer.data, WeightsData) or answer.data.weights.state not in WHOLE:
                 continue
             if answer.data.weights.version == version and self._book.outcomes[worker].outcome is Outcome.UNKNOWN:
                 self._book.outcomes[worker] = WorkerOutcome(

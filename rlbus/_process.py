@@ -58,8 +58,10 @@ class Child:
         log: Path | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> "Child":
-        """Start `argv`. stderr and stdout, unless an argument says otherwise, go to `log`, or to nobody.
+        """Start `argv`. stderr and stdout, unless an argument says otherwise, go to `log`, or to nobody. Of other
+        descriptors it inherits `pass_fds`.
 
         The parent-death signal is bound to the thread that starts the child: call it on a thread that lives as long
         as the process does. Cancel: no child is left.
@@ -75,6 +77,7 @@ class Child:
                 stderr=sink if stderr is None else stderr,
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
+                pass_fds=pass_fds,
                 limit=2**20,
             )
         return cls(name, process, log)
@@ -114,9 +117,13 @@ class Child:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(self._process.wait()), limit_s)
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self.kill()
         return await self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to its whole group, which ends stopped and stuck processes, too. Idempotent."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines of its log, for an error message."""

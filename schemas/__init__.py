@@ -141,6 +141,7 @@ from rlbus.schemas.membership import (
     WorkView,
 )
 from rlbus.schemas.weights import (
+    WHOLE,
     ManifestPage,
     TensorSpec,
     TensorSum,
@@ -150,6 +151,7 @@ from rlbus.schemas.weights import (
 )
 
 __all__ = [
+    "WHOLE",
     "AbortFleet",
     "AbortRequest",
     "AbortWeights",

@@ -30,7 +30,11 @@ class WeightsState(enum.StrEnum):
     CLEAN = "clean"  # exactly the version it reports
     UPDATING = "updating"  # an update has touched them and hasn't ended
     DIRTY = "dirty"  # torn: an update failed after its first byte
-    UNKNOWN = "unknown"  # nobody can say, e.g. after an engine restart
+    UNKNOWN = "unknown"  # whole, as a restarted engine loaded them, and nobody can say which
+
+
+# Weights that an engine can generate on: no update has torn them.
+WHOLE = frozenset({WeightsState.CLEAN, WeightsState.UNKNOWN})
 
 
 class TensorSpec(Wire, frozen=True, kw_only=True, array_like=True):

@@ -8,6 +8,7 @@ owed from the first byte of an update on, whoever sends `flush_cache` pays it, a
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from rlbus import subjects
@@ -49,6 +50,7 @@ from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
 from rlbus.workers.leases import OWN_OP_S, work_of
+from rlbus.workers.ledger import Ledger, come_back, noted
 from rlbus.workers.lifecycle import decide, served_routes
 from rlbus.workers.moves import (
     Action,
@@ -81,7 +83,11 @@ ROUTES_QUERY = "routes"
 
 
 class Agent:
-    """Serves one started engine on the bus. `run` until `stop`; the engine and the bus belong to the caller.
+    """Serves one started engine on the bus. `run` until `stop`; engine, bus and ledger belong to the caller.
+
+    With a `ledger` of an earlier process the worker comes back as itself: with its outcomes and the largest term that
+    it has seen, and with unknown weights, since the engine is a new one. One that comes `before` this agent, and has
+    ended by itself, leaves it the engine as it is: weights, an open update, who holds the pause, outcomes.
 
     Raises:
         ConfigError: a name doesn't fit into a subject.
@@ -96,6 +102,8 @@ class Agent:
         component: str,
         instance_id: str,
         config: AgentConfig | None = None,
+        ledger: Ledger | None = None,
+        before: "Agent | None" = None,
     ) -> None:
         self._engine = engine
         self._bus = bus
@@ -128,6 +136,11 @@ class Agent:
             routes=routes,
             backends=info.backends,
         )
+        self._ledger = ledger
+        if before is not None:
+            self._adopt(before)
+        elif ledger is not None:
+            self._remember(ledger)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
@@ -136,6 +149,8 @@ class Agent:
         self._lease_timer: asyncio.TimerHandle | None = None
         self._stopped = asyncio.Event()
         self._stop_reason = "stopped"
+        # Why the engine can't be helped any more; the agent then ends.
+        self.lost: str | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -148,6 +163,13 @@ class Agent:
         self._stop_reason = reason
         self._stopped.set()
 
+    def lose(self, why: str) -> None:
+        """The engine is dead, or will never come back: stop, so that whoever supervises it can start it again."""
+        if self.lost is None:
+            self.lost = why
+            _log.error("the engine is lost: %s", why)
+            self.stop(f"the engine is lost: {why}")
+
     async def run(self) -> None:
         """Serve until `stop`. What runs then may go on for `drain_s`, is ended, and a goodbye is said.
 
@@ -156,13 +178,14 @@ class Agent:
         subscriptions = [self._bus.subscribe(p, Command, self._on_command, self._on_bad) for p in self._patterns]
         unwatch = self._bus.watch_connection(self._on_connection)
         drain_s = 0.0
+        self._arm_lease()
         async with asyncio.TaskGroup() as group:
             heart = group.create_task(self._heartbeat.run())
             try:
                 await self._try_barrier()
                 self.ready.set()
                 await self._stopped.wait()
-                drain_s = self._config.drain_s
+                drain_s = self._config.drain_s if self.lost is None else 0.0
             finally:
                 unwatch()
                 for subscription in subscriptions:
@@ -184,6 +207,8 @@ class Agent:
             self.answers.event(fact)
         if is_visible(before, self._state):
             self._heartbeat.soon()
+        if self._ledger is not None:
+            self._ledger.note(noted(self._state))
         if self._state.lease is not before.lease:
             self._arm_lease()
         for action in actions:
@@ -204,6 +229,23 @@ class Agent:
             num_refused_messages=self.answers.num_refused,
             work=work_of(state.running, self._config.work_lease_s),
         )
+
+    # --- what outlives the process
+
+    def _remember(self, ledger: Ledger) -> None:
+        descriptor, past = self.descriptor, ledger.past
+        if past.noted is not None:
+            self._state = come_back(self._state, past.noted)
+            before = past.noted.weights
+            text = "worker %s/%s is back: its engine is a new one; before, its weights were %s at version %s"
+            _log.info(text, descriptor.component, descriptor.instance_id, before.state.value, before.version)
+        ledger.note(noted(self._state))
+        self.journal.keep_in(ledger, descriptor.component, descriptor.instance_id, self.boot_id)
+
+    def _adopt(self, before: "Agent") -> None:
+        self._state = replace(before.state, running=None, queued=None)
+        self.journal = before.journal
+        self.journal.give_up(self.descriptor.component, self.descriptor.instance_id, before.boot_id)
 
     # --- the lease of a pause
 
@@ -362,7 +404,7 @@ class Agent:
 
     def _end_at_once(self, command: Command, reply: str | None) -> None:
         """What was done on arrival is recorded as done."""
-        record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
+        record = self.journal.begin(command, reply, asyncio.get_running_loop().time(), is_kept=False)
         result = self.answers.build(command.op_id, ResultStatus.OK)
         self.journal.end(record, result)
         self.answers.result(reply, result)
@@ -400,6 +442,8 @@ class Agent:
 
     async def _beat(self) -> None:
         await self._observer.observe()
+        if self._ledger is not None:
+            self._ledger.touch()
         self.answers.num_announced += 1
         announcement = Announcement(
             boot_id=self.boot_id,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlbus.schemas import (
+    WHOLE,
     CommandBody,
     CommitWeights,
     Fault,
@@ -74,7 +75,7 @@ def _check_pause(state: WorkerState, body: PauseGeneration) -> Fault | None:
 
 
 def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
-    if body.force or state.weights.state is WeightsState.CLEAN:
+    if body.force or state.weights.state in WHOLE:
         return None
     if state.session is not None:
         update = state.session.update_op_id
@@ -141,8 +142,14 @@ def _check_init(state: WorkerState, body: InitGroup) -> Fault | None:
             f"this engine can't join a {plan.backend} group; its backends: {has}",
             backend=plan.backend,
         )
-    if state.epoch is not None and state.epoch_term == state.term and plan.epoch < state.epoch:
-        return _stale_epoch(state, plan.epoch)
+    newest = state.newest_epoch
+    if newest is not None and state.epoch_term == state.term and plan.epoch < newest:
+        return fault(
+            FaultCode.STALE_EPOCH,
+            f"group {plan.epoch} is over, this worker was in {newest} since",
+            epoch=plan.epoch,
+            current=newest,
+        )
     return None
 
 

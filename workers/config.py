@@ -5,6 +5,7 @@
 | `RLBUS_COMPONENT` | `component` | part of the fleet; "backend" |
 | `RLBUS_INSTANCE_ID` | `instance_id` | decimal unsigned 64-bit integer; random per start |
 | `RLBUS_WEIGHT_ROOTS` | `weight_roots` | folders, with ":" between, below which weights may be loaded from disk |
+| `RLBUS_STATE_DIR` | `state_dir` | folder for what a worker knows after a restart: outcomes of ops, its term; none |
 """
 
 import os
@@ -23,7 +24,12 @@ DEFAULT_COMPONENT = "backend"
 # DESIGN section 3: heartbeats about every 5 s, with jitter.
 DEFAULT_HEARTBEAT_S = 5.0
 # field -> environment variable
-ENV_NAMES = {"component": "RLBUS_COMPONENT", "instance_id": "RLBUS_INSTANCE_ID", "weight_roots": "RLBUS_WEIGHT_ROOTS"}
+ENV_NAMES = {
+    "component": "RLBUS_COMPONENT",
+    "instance_id": "RLBUS_INSTANCE_ID",
+    "weight_roots": "RLBUS_WEIGHT_ROOTS",
+    "state_dir": "RLBUS_STATE_DIR",
+}
 
 
 def random_instance_id() -> str:
@@ -75,6 +81,8 @@ class AgentConfig:
 
     # Folders below which `update_weights_from_disk` may read. Empty: it is refused, whatever the path.
     weight_roots: tuple[str, ...] = ()
+    # Where the worker's ledger lies. None: a restarted worker remembers nothing.
+    state_dir: str | None = None
     # Mean time between heartbeats; each one is moved by up to `jitter` of it, so that a fleet doesn't beat as one.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     jitter: float = 0.2
@@ -86,6 +94,8 @@ class AgentConfig:
     release_s: float = 2.0
     # After cancelling an engine call: how long it may take to let go before it counts as stuck.
     cancel_s: float = 2.0
+    # How long an engine call may go on after all of that, before the engine counts as lost.
+    cling_s: float = 120.0
     # How long undoing (resume, abort_update, leave_group) may take after a failure, each.
     undo_s: float = 5.0
     # For how long after each announcement silence means nothing while declared work (a collective, a load) runs.
@@ -100,6 +110,7 @@ class AgentConfig:
             "observe_s",
             "release_s",
             "cancel_s",
+            "cling_s",
             "undo_s",
             "work_lease_s",
             "drain_s",
@@ -113,6 +124,8 @@ class AgentConfig:
         for root in self.weight_roots:
             if not Path(root).is_absolute():
                 raise ConfigError("weight_roots", root, "use absolute paths")
+        if self.state_dir is not None and not Path(self.state_dir).is_absolute():
+            raise ConfigError("state_dir", self.state_dir, "use an absolute path")
 
     @classmethod
     def from_env(cls, *, environ: Mapping[str, str] | None = None, **overrides: Any) -> "AgentConfig":
@@ -126,4 +139,11 @@ class AgentConfig:
         roots = env.get(ENV_NAMES["weight_roots"], "")
         if roots and "weight_roots" not in given:
             given["weight_roots"] = tuple(part for part in roots.split(os.pathsep) if part)
+        given.setdefault("state_dir", env.get(ENV_NAMES["state_dir"]) or None)
         return cls(**given)
+
+
+def user_state_dir(environ: Mapping[str, str]) -> Path:
+    """Where programs of this user keep what has to outlive them. Source: XDG base directory specification."""
+    base = environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state") / "rlbus"

@@ -1,12 +1,12 @@
 """The facts that a change of a worker's state amounts to. Pure."""
 
 from rlbus.schemas import (
+    WHOLE,
     GenerationPaused,
     GenerationResumed,
     PauseView,
     ResumeGeneration,
     WeightsChanged,
-    WeightsState,
     WorkerEvent,
 )
 from rlbus.workers.leases import is_resuming, work_of
@@ -43,9 +43,9 @@ def _kind(pause: PauseView | None) -> object:
 
 
 def is_forced(state: WorkerState) -> bool:
-    """Whether a resume is running that a person forced over weights that aren't clean."""
+    """Whether a resume is running that a person forced over torn weights."""
     body = None if state.running is None else state.running.body
-    return isinstance(body, ResumeGeneration) and body.force and state.weights.state is not WeightsState.CLEAN
+    return isinstance(body, ResumeGeneration) and body.force and state.weights.state not in WHOLE
 
 
 def is_visible(before: WorkerState, after: WorkerState) -> bool:

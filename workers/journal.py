@@ -1,13 +1,18 @@
-"""What became of each op on this worker: the running ones, and the last results. In memory, so it dies with the boot.
+"""What became of each op on this worker: the running ones, and the last results.
 
 Invariants: a running record is never dropped; an op that was refused has no record, since it changed nothing and may be
-tried again under the same op_id.
+tried again under the same op_id. With a ledger, outcomes outlive the process: what had ended is answered as it was
+recorded, what was running is over and was not run again.
 """
 
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from rlbus.schemas import Command, Result, route_of
+import msgspec
+
+from rlbus.schemas import Command, CommandBody, Result, route_of
+from rlbus.workers.ledger import Began, Ledger, Over, interrupted
 
 # Ended ops that are remembered. An update takes about ten ops of a worker, so this is the history of some 50 updates,
 # while a controller asks for an outcome within seconds.
@@ -23,7 +28,7 @@ class Record:
     op_id: str
     route: str
     # Tells a repeat from another command under the same op_id; the body itself (a page of a manifest) isn't kept.
-    body_hash: int
+    digest: str
     replies: list[str] = field(default_factory=list)
     # Loop time when it began, in seconds.
     began_s: float = 0.0
@@ -35,6 +40,8 @@ class Record:
     unit: str = "bytes"
     # None while it runs.
     result: Result | None = None
+    # Known to the ledger.
+    is_kept: bool = False
 
     def add_reply(self, reply: str | None) -> bool:
         """Answer there, too. False if no more addresses fit."""
@@ -46,6 +53,11 @@ class Record:
         return True
 
 
+def digest_of(body: CommandBody) -> str:
+    """Of a command's body; the same in every process."""
+    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=8).hexdigest()
+
+
 class Journal:
     """Outcomes by op_id, at most `max_ended` of them, oldest dropped first; running ones on top."""
 
@@ -53,12 +65,30 @@ class Journal:
         self._max_ended = max_ended
         self._running: dict[str, Record] = {}
         self._ended: OrderedDict[str, Record] = OrderedDict()
+        self._ledger: Ledger | None = None
 
-    def begin(self, command: Command, reply: str | None, now_s: float) -> Record:
-        """Open the record of an op that is about to run."""
-        record = Record(command.op_id, route_of(command.body), hash(command.body), began_s=now_s)
+    def keep_in(self, ledger: Ledger, component: str, instance_id: str, boot_id: str) -> None:
+        """Take over what the process before has left, and write there from now on. Called once, at the start."""
+        self._ledger = ledger
+        lost = [interrupted(began, boot_id) for began in ledger.past.running.values()]
+        for over in (*ledger.past.over.values(), *lost):
+            record = Record(over.op_id, over.route, over.digest, is_accepted=True, is_kept=over in lost)
+            self.end(record, _result(over, component, instance_id))
+
+    def give_up(self, component: str, instance_id: str, boot_id: str) -> None:
+        """Whatever still runs is over: its agent has ended, and nobody will say how it went."""
+        for record in self.running:
+            began = Began(record.op_id, record.route, record.digest)
+            self.end(record, _result(interrupted(began, boot_id), component, instance_id))
+
+    def begin(self, command: Command, reply: str | None, now_s: float, *, is_kept: bool = True) -> Record:
+        """Open the record of an op that is about to run. `is_kept` False: nobody needs it after a restart."""
+        record = Record(command.op_id, route_of(command.body), digest_of(command.body), began_s=now_s)
         record.add_reply(reply)
         self._running[command.op_id] = record
+        if is_kept and self._ledger is not None:
+            record.is_kept = True
+            self._ledger.began(record.op_id, record.route, record.digest)
         return record
 
     def end(self, record: Record, result: Result) -> None:
@@ -66,12 +96,16 @@ class Journal:
         record.result = result
         self._running.pop(record.op_id, None)
         self._ended[record.op_id] = record
+        if record.is_kept and self._ledger is not None:
+            self._ledger.over(result, record.route, record.digest)
         while len(self._ended) > self._max_ended:
             self._ended.popitem(last=False)
 
     def forget(self, record: Record) -> None:
         """Drop the record of an op that was refused after all: nothing has changed, a repeat is tried anew."""
         self._running.pop(record.op_id, None)
+        if record.is_kept and self._ledger is not None:
+            self._ledger.forgot(record.op_id)
 
     def find(self, op_id: str) -> Record | None:
         """The record of an op, running or ended."""
@@ -81,3 +115,15 @@ class Journal:
     def running(self) -> tuple[Record, ...]:
         """The records that have no result yet, in the order in which they began."""
         return tuple(self._running.values())
+
+
+def _result(over: Over, component: str, instance_id: str) -> Result:
+    """What is answered of an op of an earlier process: by the boot that knew it, and without its data."""
+    return Result(
+        op_id=over.op_id,
+        component=component,
+        instance_id=instance_id,
+        boot_id=over.boot_id,
+        status=over.status,
+        fault=over.fault,
+    )

@@ -2,12 +2,13 @@
 
 Invariants: an explicit hold has no lease, and no pause with a lease makes it weaker; a lease that ended is carried out
 by ops of the worker's own, which take the one place for mutations like any other: never in the middle of a transfer,
-never over an open session (that is closed first), never on weights that aren't clean.
+never over an open session (that is closed first), never on torn weights.
 """
 
 from dataclasses import replace
 
 from rlbus.schemas import (
+    WHOLE,
     AbortWeights,
     Fault,
     FaultCode,
@@ -102,7 +103,7 @@ def next_op(state: WorkerState) -> RunOwn | None:
             return None
         body = AbortWeights(update_op_id=update, reason="the lease of its pause ended without renewal")
         return RunOwn(f"{lease.end_op_id}-abort", body)
-    if state.weights.state is WeightsState.CLEAN:
+    if state.weights.state in WHOLE:
         return RunOwn(_resume_id(lease.end_op_id), ResumeGeneration())
     return None
 

@@ -36,7 +36,7 @@ from rlbus.schemas import (
 )
 from rlbus.workers import leases
 from rlbus.workers.checks import check_body, fault, is_committed
-from rlbus.workers.journal import Record
+from rlbus.workers.journal import Record, digest_of
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
@@ -158,7 +158,7 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
 
 def _repeat(record: Record, command: Command) -> Action:
     """The same op_id again. It comes before expiry and term: "refused" would say that nothing had changed."""
-    if record.body_hash != hash(command.body):
+    if record.digest != digest_of(command.body):
         return Refuse(fault(FaultCode.BAD_MESSAGE, f"op_id {command.op_id} was used for another command"))
     return Join(record) if record.result is None else Replay(record)
 
@@ -306,7 +306,7 @@ def _flushed(state: WorkerState, body: FlushCache, event: Ended) -> WorkerState:
 
 
 def _joined(state: WorkerState, body: InitGroup, event: Ended) -> WorkerState:
-    return replace(state, epoch=body.plan.epoch, epoch_term=state.term)
+    return replace(state, epoch=body.plan.epoch, newest_epoch=body.plan.epoch, epoch_term=state.term)
 
 
 def _left(state: WorkerState, body: DestroyGroup, event: Ended) -> WorkerState:

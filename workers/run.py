@@ -1,4 +1,4 @@
-"""A worker as a process: join the bus, start the engine, serve until told to stop, leave nothing behind.
+"""A worker as a process: join the bus, start the engine, serve until told to stop or the engine dies, leave nothing.
 
 The order of the end matters: the agent says goodbye while the engine still stands, then the engine goes, then the
 connection. Each step runs even if the one before failed, and each is bounded.
@@ -6,16 +6,20 @@ connection. Each step runs even if the one before failed, and each is bounded.
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus
-from rlbus.errors import DeadlineError
+from rlbus.errors import DeadlineError, EngineDeadError
+from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.agent import Agent
 from rlbus.workers.config import AgentConfig, Identity
 from rlbus.workers.engines.base import Engine
+from rlbus.workers.ledger import opened
+from rlbus.workers.supervisor.beats import Beats
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -23,6 +27,8 @@ _log = logging.getLogger("rlbus.workers")
 DEFAULT_START_S = 1800.0
 # The engine contract says 10 s; more than that is a bug of the adapter, and the process goes anyway.
 ENGINE_CLOSE_S = 15.0
+# How often is looked whether the engine has died: well within the 2 s in which it is to be seen.
+DEATH_POLL_S = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -39,6 +45,8 @@ async def serve(
 ) -> None:
     """Run one worker until SIGTERM or SIGINT, or until `agent.stop()`. The CLI and vLLM-less adapters call it.
 
+    Under a supervisor (`rlbus worker ...`) it gives that signs of life from when the engine stands.
+
     Args:
         component, instance_id: who it is; None takes the environment's, or "backend" and a random id.
         start_s: seconds that the engine may take to start.
@@ -47,27 +55,30 @@ async def serve(
 
     Raises:
         ConfigError: a name or a setting is wrong. BrokenError: no bus. DeadlineError: the engine didn't start in time.
-        EngineError: it failed to.
+        EngineError: it failed to. EngineDeadError: it died later; whoever supervises the process starts it again.
     Cancel: as a stop without the time to drain.
     """
-    identity = Identity.from_env(component=component, instance_id=instance_id)
+    who = Identity.from_env(component=component, instance_id=instance_id)
+    beats = Beats.from_env(os.environ)
     agent_config = AgentConfig.from_env() if config is None else config
     stop = _Stop()
     with _signals(stop) if handle_signals else nullcontext():
         try:
             # Before the engine, which may load for minutes: a bus that can't be reached is told at once.
-            async with await connect_bus(bus_config, name=f"worker-{identity.component}-{identity.instance_id}") as bus:
+            async with await connect_bus(bus_config, name=f"worker-{who.component}-{who.instance_id}") as bus:
                 try:
                     await _start(engine, start_s)
-                    stop.agent = agent = Agent(
-                        engine,
-                        bus,
-                        namespace=bus_config.namespace,
-                        component=identity.component,
-                        instance_id=identity.instance_id,
-                        config=agent_config,
-                    )
-                    await _run(agent, on_ready)
+                    with opened(agent_config.state_dir, bus_config.namespace, who.component, who.instance_id) as ledger:
+                        stop.agent = agent = Agent(
+                            engine,
+                            bus,
+                            namespace=bus_config.namespace,
+                            component=who.component,
+                            instance_id=who.instance_id,
+                            config=agent_config,
+                            ledger=ledger,
+                        )
+                        await _run(agent, engine, beats, on_ready)
                 finally:
                     await _close(engine)
         except asyncio.CancelledError:
@@ -83,15 +94,39 @@ async def _start(engine: Engine, start_s: float) -> None:
         raise DeadlineError("starting the engine", start_s) from exc
 
 
-async def _run(agent: Agent, on_ready: Callable[[Agent], None] | None) -> None:
+async def _run(agent: Agent, engine: Engine, beats: Beats | None, on_ready: Callable[[Agent], None] | None) -> None:
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(agent.run())
-        await agent.ready.wait()
-        descriptor = agent.descriptor
-        _log.info("worker %s/%s serves %s", descriptor.component, descriptor.instance_id, descriptor.model)
-        if on_ready is not None:
-            on_ready(agent)
-        await running
+        beating = None if beats is None else group.create_task(beats.run())
+        watching = group.create_task(_stop_with(engine, agent))
+        try:
+            running = group.create_task(agent.run())
+            await agent.ready.wait()
+            descriptor = agent.descriptor
+            _log.info("worker %s/%s serves %s", descriptor.component, descriptor.instance_id, descriptor.model)
+            if on_ready is not None:
+                on_ready(agent)
+            if beats is not None:
+                beats.ready()
+            await running
+        finally:
+            watching.cancel()
+            if beating is not None:
+                beating.cancel()
+    if agent.lost is not None:
+        raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=agent.lost))
+
+
+async def _stop_with(engine: Engine, agent: Agent) -> None:
+    """Stop the agent when its engine dies."""
+    while agent.lost is None:
+        await asyncio.sleep(DEATH_POLL_S)
+        try:
+            async with asyncio.timeout(DEATH_POLL_S):
+                await engine.observe()
+        except EngineDeadError as exc:
+            agent.lose(exc.fault.message)
+        except Exception:  # noqa: BLE001 - the heartbeats show that it doesn't say how it is; it isn't dead by that
+            continue
 
 
 async def _close(engine: Engine) -> None:

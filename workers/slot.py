@@ -52,6 +52,10 @@ class Host(Protocol):
         """Ask the engine, bounded. Cancel: leaves nothing."""
         ...
 
+    def lose(self, why: str) -> None:
+        """The engine will never come back."""
+        ...
+
 
 class _Op:
     """One running mutation, as `perform` sees its surroundings. Late calls of an abandoned thread change nothing."""
@@ -210,7 +214,10 @@ class Slot:
             return
         self._end(op, outcome)
         _log.error("the engine clings to op %s (%s); nothing else can run", op.command.op_id, op.record.route)
-        await asyncio.wait({call.task})
+        _, pending = await asyncio.wait({call.task}, timeout=self._config.cling_s)
+        if pending:
+            self._host.lose(f"it doesn't come back from {op.record.route}")
+            await asyncio.wait({call.task})
         self._host.apply(Released(op.command.op_id, self._clock.now()))
 
     def _left_s(self, op: _Op) -> float:

@@ -70,8 +70,9 @@ class WorkerState:
     pause: PauseView | None = None
     # None: not paused, or an explicit hold.
     lease: Lease | None = None
-    # Process group that the worker is in, and the term in which it was formed.
+    # Process group that the worker is in; the newest one that it was ever in, and the term in which that was formed.
     epoch: int | None = None
+    newest_epoch: int | None = None
     epoch_term: int = 0
     prepared: Prepared | None = None
     session: Session | None = None

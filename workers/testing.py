@@ -50,6 +50,7 @@ from rlbus.workers.agent import Agent
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
+from rlbus.workers.ledger import Ledger
 
 NAMESPACE = "test"
 COMPONENT = "backend"
@@ -224,6 +225,7 @@ async def worker_on_bus(
     component: str = COMPONENT,
     instance_id: str = INSTANCE_ID,
     boot: str = "boot",
+    ledger: Ledger | None = None,
 ) -> AsyncIterator[Rig]:
     """A started engine and its agent on a bus in memory; both end with the context. A restart has another `boot`.
 
@@ -235,7 +237,13 @@ async def worker_on_bus(
     bus = Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids("id"))
     async with worker_bus, bus:
         agent = Agent(
-            engine, worker_bus, namespace=NAMESPACE, component=component, instance_id=instance_id, config=config
+            engine,
+            worker_bus,
+            namespace=NAMESPACE,
+            component=component,
+            instance_id=instance_id,
+            config=config,
+            ledger=ledger,
         )
         rig = Rig(engine, agent, bus, worker_bus, broker)
         running = asyncio.get_running_loop().create_task(agent.run())

@@ -1,12 +1,13 @@
 """Commands that run the pieces: up, controller, worker, demo. They end with 0 on SIGINT or SIGTERM."""
 
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlbus.server import EmbeddedServer
     from rlbus.workers.agent import Agent
     from rlbus.workers.engines.base import Engine
+    from rlbus.workers.supervisor.environment import Named
 
 worker_app = typer.Typer(
     help="Run a worker: an inference engine with its agent on the bus.", no_args_is_help=True, rich_markup_mode=None
@@ -195,6 +197,12 @@ def demo(
     raise typer.Exit(main(engine=engine, workers=workers, updates=updates, as_json=json))
 
 
+NoRestart = Annotated[
+    bool,
+    typer.Option("--no-restart", help="One process that ends when its engine dies, for a supervisor of your own."),
+]
+
+
 @worker_app.command("fake")
 def worker_fake(
     world_size: Annotated[int, typer.Option(help="Ranks that it pretends to have.", min=1)] = 1,
@@ -203,6 +211,7 @@ def worker_fake(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
     """Run an engine that only pretends: to try rlbus out, and for tests."""
@@ -212,7 +221,11 @@ def worker_fake(
 
         return FakeEngine(world_size=world_size)
 
-    _run_worker(make, url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    if no_restart:
+        worker.run(make)
+    else:
+        worker.supervise(("fake", "--world-size", str(world_size)))
 
 
 @worker_app.command("torch")
@@ -225,9 +238,13 @@ def worker_torch(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
-    """Run the small torch engine on a model folder. Needs `pip install "rlbus[torch]"`."""
+    """Run the small torch engine on a model folder. Needs `pip install "rlbus[torch]"`.
+
+    It is started again when it dies or hangs.
+    """
 
     def make() -> "Engine":
         try:
@@ -236,7 +253,14 @@ def worker_torch(
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
         return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or ())
 
-    _run_worker(make, url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    if no_restart:
+        worker.run(make)
+        return
+    if importlib.util.find_spec("torch") is None:
+        worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
+    roots = [part for root in worker.roots for part in ("--weight-root", root)]
+    worker.supervise(("torch", str(model.absolute()), "--ranks", str(ranks), "--port", str(port), *roots))
 
 
 @worker_app.command("vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -255,75 +279,121 @@ def worker_vllm(
 
     Everything that isn't listed below goes to vLLM as it is. Give MODEL first.
     """
-    out = Output(json)
-    log_as_service()
-    roots = [str(Path(root).absolute()) for root in weight_root or ()]
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
 
-    async def serve() -> ExitCode:
-        if model.startswith("-"):
-            raise ConfigError("MODEL", model, "give the model first, then vLLM's options")
-        bus_config = BusConfig.from_env(url=url, namespace=namespace)
-        from rlbus.connecting import connect_bus
-        from rlbus.workers.config import Identity
+    async def serve(bus_config: BusConfig, named: "Named") -> int:
         from rlbus.workers.vllm_server.supervisor import supervise
 
-        # vLLM takes a minute to start; a bus that can't be reached is told before that.
-        await (await connect_bus(bus_config, name="rlbus-worker-vllm")).aclose()
-        who = Identity.from_env(component=component, instance_id=instance_id)
-        name = worker_id(who.component, who.instance_id)
-        if json:
-            out.document({"worker": name, "namespace": bus_config.namespace, "pid": os.getpid()})
-        out.line(f"worker {name} of namespace {bus_config.namespace} starts; `rlbus workers` shows when it is there")
-        code = await supervise(
-            model,
-            ctx.args,
-            bus_config=bus_config,
-            component=who.component,
-            instance_id=who.instance_id,
-            weight_roots=roots,
-            is_small=small,
+        worker.tell(os.getpid(), "starts; `rlbus workers` shows when it is there")
+        return await supervise(
+            model, ctx.args, bus_config=bus_config, named=named, weight_roots=worker.roots, is_small=small
         )
-        if code != 0:
-            out.error(BrokenError(name, "its vLLM server died again and again; its output above says why"))
-        return ExitCode.OK if code == 0 else ExitCode.FAILED
 
-    run_command(out, serve)
+    if model.startswith("-"):
+        worker.fail(ConfigError("MODEL", model, "give the model first, then vLLM's options"))
+    worker.run_supervised(serve)
 
 
-def _run_worker(
-    make: Callable[[], "Engine"],
-    url: str | None,
-    namespace: str | None,
-    component: str | None,
-    instance_id: str | None,
-    weight_roots: list[str] | None,
-    json: bool,
-) -> None:
-    """Run one worker in this process until it is stopped."""
-    out = Output(json)
-    roots = tuple(str(Path(root).absolute()) for root in weight_roots) if weight_roots else None
-    log_as_service()
+class _Worker:
+    """One worker of the command line, in this process or supervised by it."""
 
-    async def serve() -> ExitCode:
-        from rlbus.workers.config import AgentConfig
-        from rlbus.workers.run import serve as serve_worker
+    def __init__(
+        self,
+        url: str | None,
+        namespace: str | None,
+        component: str | None,
+        instance_id: str | None,
+        weight_roots: list[str] | None,
+        json: bool,
+    ) -> None:
+        self._url = url
+        self._namespace = namespace
+        self._component = component
+        self._instance_id = instance_id
+        self._json = json
+        self._out = Output(json)
+        self._is_told = False
+        self._who = ""
+        self.roots = tuple(str(Path(root).absolute()) for root in weight_roots or ())
+        log_as_service()
 
-        bus_config = BusConfig.from_env(url=url, namespace=namespace)
+    def fail(self, error: ConfigError) -> NoReturn:
+        """End with an error before anything was started."""
 
-        def on_ready(agent: "Agent") -> None:
-            who = worker_id(agent.descriptor.component, agent.descriptor.instance_id)
-            if json:
-                out.document({"worker": who, "namespace": bus_config.namespace, "pid": os.getpid()})
-            out.line(f"worker {who} of namespace {bus_config.namespace} is up; Ctrl-C ends it")
+        async def refuse() -> ExitCode:
+            raise error
 
-        await serve_worker(
-            make(),
-            bus_config,
-            component=component,
-            instance_id=instance_id,
-            config=AgentConfig.from_env(weight_roots=roots),
-            on_ready=on_ready,
-        )
-        return ExitCode.OK
+        run_command(self._out, refuse)
 
-    run_command(out, serve)
+    def tell(self, worker_pid: int, line: str) -> None:
+        """Say, once, that it is there."""
+        if self._is_told:
+            return
+        self._is_told = True
+        namespace = self._config().namespace
+        if self._json:
+            document = {"worker": self._who, "namespace": namespace, "pid": os.getpid(), "worker_pid": worker_pid}
+            self._out.document(document)
+        self._out.line(f"worker {self._who} of namespace {namespace} {line}")
+
+    def run(self, make: Callable[[], "Engine"]) -> None:
+        """In this process until it is stopped, or its engine dies."""
+
+        async def serve() -> ExitCode:
+            from rlbus.workers.config import AgentConfig
+            from rlbus.workers.run import serve as serve_worker
+
+            def on_ready(agent: "Agent") -> None:
+                self._who = worker_id(agent.descriptor.component, agent.descriptor.instance_id)
+                self.tell(os.getpid(), "is up; Ctrl-C ends it")
+
+            await serve_worker(
+                make(),
+                self._config(),
+                component=self._component,
+                instance_id=self._instance_id,
+                config=AgentConfig.from_env(weight_roots=self.roots or None),
+                on_ready=on_ready,
+            )
+            return ExitCode.OK
+
+        run_command(self._out, serve)
+
+    def supervise(self, arguments: Sequence[str]) -> None:
+        """As a process of its own, `rlbus worker <arguments>`, which is started again when it dies or hangs."""
+        level = logging.getLogger().level
+        verbosity = 2 if level <= logging.DEBUG else 0
+
+        async def serve(bus_config: BusConfig, named: "Named") -> int:
+            from rlbus.workers.supervisor.worker import own_command, supervise_worker
+
+            return await supervise_worker(
+                own_command(arguments, verbosity),
+                bus_config=bus_config,
+                named=named,
+                weight_roots=self.roots,
+                on_ready=lambda pid: self.tell(pid, "is up; Ctrl-C ends it"),
+            )
+
+        self.run_supervised(serve)
+
+    def run_supervised(self, serve: "Callable[[BusConfig, Named], Coroutine[Any, Any, int]]") -> None:
+        """Look whether the bus is there, since an engine may take a minute to start, and run it under supervision."""
+
+        async def checked() -> ExitCode:
+            from rlbus.connecting import connect_bus
+            from rlbus.workers.supervisor.environment import Named
+
+            bus_config = self._config()
+            named = Named.of(self._component, self._instance_id)
+            self._who = worker_id(named.identity.component, named.identity.instance_id)
+            await (await connect_bus(bus_config, name="rlbus-worker")).aclose()
+            code = await serve(bus_config, named)
+            if code != 0:
+                self._out.error(BrokenError(self._who, "it died again and again; its output above says why"))
+            return ExitCode(code) if code in (ExitCode.OK, ExitCode.USAGE) else ExitCode.FAILED
+
+        run_command(self._out, checked)
+
+    def _config(self) -> BusConfig:
+        return BusConfig.from_env(url=self._url, namespace=self._namespace)

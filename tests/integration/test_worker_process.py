@@ -1,10 +1,12 @@
 """A worker as a process of its own on a real server: it comes, obeys, and leaves when it is told to."""
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,22 @@ from rlbus.bus import Bus
 from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus
 from rlbus.errors import BrokenError
-from rlbus.schemas import Announcement, Command, Goodbye, PauseGeneration, Result, WorkerAnswer, WorkerMessage
+from rlbus.schemas import (
+    Accepted,
+    Announcement,
+    Command,
+    CommandBody,
+    FaultCode,
+    FlushCache,
+    GetOutcome,
+    Goodbye,
+    OutcomeData,
+    PauseGeneration,
+    Result,
+    WorkerAnswer,
+    WorkerMessage,
+    route_of,
+)
 from rlbus.server import EmbeddedServer
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
@@ -27,7 +44,11 @@ from rlbus.config import BusConfig
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
 from rlbus.workers.run import serve
-script = FakeScript({"start": {1: Step(latency_s=float(sys.argv[2]))}})
+script = FakeScript({
+    "start": {1: Step(latency_s=float(sys.argv[2]))},
+    "flush_cache": {1: Step(latency_s=float(sys.argv[3]))},
+    "pause": {1: Step(dies=bool(sys.argv[4:]))},
+})
 class Engine(FakeEngine):
     async def start(self):
         print("up", flush=True)
@@ -38,10 +59,16 @@ print("down", flush=True)
 
 
 @asynccontextmanager
-async def process(url: str, start_s: float) -> AsyncIterator[asyncio.subprocess.Process]:
+async def process(
+    url: str, start_s: float, flush_s: float = 0.0, *, state_dir: Path | None = None, dies: bool = False
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """The worker's process; killed at the end if it is still there."""
+    env = {name: text for name, text in os.environ.items() if not name.startswith("RLBUS_")}
+    if state_dir is not None:
+        env["RLBUS_STATE_DIR"] = str(state_dir)
+    arguments = [url, str(start_s), str(flush_s), *(["dies"] if dies else [])]
     started = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CODE, url, str(start_s), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", CODE, *arguments, env=env, stdout=asyncio.subprocess.PIPE
     )
     try:
         yield started
@@ -58,13 +85,13 @@ async def until(bus: Bus, seen: list[WorkerMessage], num: int) -> None:
             await bus.barrier(2.0)
 
 
-async def ask(bus: Bus, command: Command) -> Result:
-    """Send to the worker; its result."""
-    subject = subjects.command_to("default", "backend", "pause_generation", "7")
+async def ask(bus: Bus, command: Command, until: type[Accepted] | type[Result] = Result) -> WorkerAnswer:
+    """Send to the worker; its result, or that it was accepted."""
+    subject = subjects.command_to("default", "backend", route_of(command.body), "7")
     async with bus.stream(subject, command, WorkerAnswer) as replies:
         while True:
             answer = await replies.next(10.0)
-            if isinstance(answer, Result):
+            if isinstance(answer, until):
                 return answer
 
 
@@ -83,6 +110,7 @@ def test_worker_announces_itself_obeys_and_says_goodbye_on_a_signal(number: sign
                 assert (first.seq, first.descriptor.engine) == (1, "fake")
                 command = Command(op_id="p", term=1, expires_at=bus.clock.now() + 10, body=PauseGeneration())
                 result = await ask(bus, command)
+                assert isinstance(result, Result)
                 assert (result.op_id, result.status, result.boot_id) == ("p", "ok", first.boot_id)
                 worker.send_signal(number)
                 async with asyncio.timeout(10.0):
@@ -119,5 +147,67 @@ def test_worker_without_a_server_ends_before_it_starts_its_engine() -> None:
             async with asyncio.timeout(10.0):
                 await serve(engine, BusConfig(url="nats://127.0.0.1:1", connect_s=2.0), handle_signals=False)
         assert list(engine.calls) == []
+
+    asyncio.run(main())
+
+
+def test_op_in_whose_middle_the_worker_is_killed_is_never_run_again(tmp_path: Path) -> None:
+    """SIGKILL in an engine call; the next process says what became of it, and obeys no older controller."""
+
+    async def main() -> None:
+        async with EmbeddedServer() as server, await connect_bus(BusConfig(url=server.url), name="test") as bus:
+            seen: list[WorkerMessage] = []
+            bus.subscribe(subjects.worker("default", "backend", "7"), WorkerMessage, lambda m, _: seen.append(m))
+
+            def command(body: CommandBody, op_id: str, term: int = 9) -> Command:
+                return Command(op_id=op_id, term=term, expires_at=bus.clock.now() + 60, body=body)
+
+            async with process(server.url, 0.0, 600.0, state_dir=tmp_path) as worker:
+                await until(bus, seen, 1)
+                done = await ask(bus, command(PauseGeneration(), "p"))
+                await ask(bus, command(FlushCache(), "f"), Accepted)
+                worker.kill()
+                await worker.wait()
+            seen.clear()
+            async with process(server.url, 0.0, state_dir=tmp_path):
+                await until(bus, seen, 1)
+                lost = await ask(bus, command(FlushCache(), "f"))
+                assert isinstance(lost, Result)
+                assert lost.fault is not None
+                assert (lost.status, lost.fault.code) == ("failed", FaultCode.WORKER_LOST)
+                again = await ask(bus, command(PauseGeneration(), "p"))
+                assert isinstance(again, Result)
+                assert (again.status, again.boot_id) == ("ok", done.boot_id)
+                outcome = await ask(bus, command(GetOutcome(of_op_id="f"), "o"))
+                assert isinstance(outcome, Result)
+                assert outcome.data == OutcomeData(of_op_id="f", running=False, status=lost.status, fault=lost.fault)
+                stale = await ask(bus, command(FlushCache(), "f2", term=8))
+                assert isinstance(stale, Result)
+                assert stale.fault is not None
+                assert stale.fault.code is FaultCode.STALE_TERM
+
+    asyncio.run(main())
+
+
+def test_worker_whose_engine_dies_ends_with_a_goodbye_and_an_error() -> None:
+    """Within 2 s, so that what supervises it can start it again; a loaded machine gets some more."""
+
+    async def main() -> None:
+        async with EmbeddedServer() as server, await connect_bus(BusConfig(url=server.url), name="test") as bus:
+            seen: list[WorkerMessage] = []
+            bus.subscribe(subjects.worker("default", "backend", "7"), WorkerMessage, lambda m, _: seen.append(m))
+            async with process(server.url, 0.0, dies=True) as worker:
+                await until(bus, seen, 1)
+                command = Command(op_id="p", term=1, expires_at=bus.clock.now() + 10, body=PauseGeneration())
+                result = await ask(bus, command)
+                assert isinstance(result, Result)
+                assert result.fault is not None
+                assert result.fault.code is FaultCode.ENGINE_DEAD
+                async with asyncio.timeout(5.0):
+                    assert await worker.wait() != 0
+                await bus.barrier(2.0)
+                goodbye = seen[-1]
+                assert isinstance(goodbye, Goodbye)
+                assert goodbye.reason.startswith("the engine is lost")
 
     asyncio.run(main())

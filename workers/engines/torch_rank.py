@@ -80,6 +80,8 @@ class OwnRank:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
+        # A thread of it is stuck for good.
+        self._is_lost = False
 
     async def join(self, plan: GroupPlan, rank: int) -> Seat:
         """See `EngineRank`."""
@@ -112,9 +114,13 @@ class OwnRank:
 
     def check_alive(self) -> None:
         """See `EngineRank`."""
+        if self._is_lost:
+            text = "a call is stuck in this process and can't be ended; the process has to be started again"
+            raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=text))
 
     def kill(self) -> None:
-        """See `EngineRank`. A thread can't be killed; `leave` has forbidden it to write."""
+        """See `EngineRank`. A thread can't be killed; `leave` has forbidden it to write, and the engine is dead."""
+        self._is_lost = True
 
     async def aclose(self) -> None:
         """See `EngineRank`."""

@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
 from rlbus.workers.config import AgentConfig, Identity
+from rlbus.workers.ledger import opened
+from rlbus.workers.supervisor.beats import Beats
+from rlbus.workers.vllm_server.probe import Probe
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -27,8 +30,8 @@ MAX_RETRY_S = 30.0
 # How long the server's socket may take to listen once the application is up, and how often that is looked at.
 LISTEN_S = 60.0
 LISTEN_POLL_S = 0.02
-# How often is looked whether the engine is beyond repair.
-DEATH_POLL_S = 1.0
+# How often is looked whether the engine is beyond repair: well within the 2 s in which that is to be seen.
+DEATH_POLL_S = 0.5
 # How long the agent may take to stop. Source: AgentConfig.drain_s, release and undo of what still runs.
 STOP_S = 20.0
 
@@ -80,6 +83,9 @@ class Attachment:
         self._env = env
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._agent: Any = None
+        # Under a supervisor: signs of life to it.
+        self._beats = Beats.from_env(os.environ)
 
     @classmethod
     def from_env(cls, llm: Any, args: Any, environ: Mapping[str, str] | None = None) -> "Attachment | None":
@@ -124,20 +130,31 @@ class Attachment:
         try:
             await self._until_listening(app)
             engine = VllmEngine(self._llm, completions_url=self._url(app), run_dir=self._env.run_dir)
+            probe = Probe(engine)
+            tasks = [asyncio.ensure_future(probe.run())]
+            if self._beats is not None:
+                tasks.append(asyncio.ensure_future(self._beats.run(lambda: probe.answers)))
             try:
                 await engine.start()
-                await self._serve(engine, who)
+                with opened(
+                    self._env.agent.state_dir, self._env.bus.namespace, identity.component, identity.instance_id
+                ) as ledger:
+                    await self._serve(engine, who, ledger)
             finally:
+                for task in tasks:
+                    task.cancel()
                 await engine.aclose()
         except Exception:  # noqa: BLE001 - the server's log is where this is seen; the server itself goes on
             _log.exception("rlbus: worker %s ended; the server goes on without it", who)
 
-    async def _serve(self, engine: Any, who: str) -> None:
-        """Connect and run the agent, again and again with growing pauses when that fails, until the server stops."""
+    async def _serve(self, engine: Any, who: str, ledger: Any) -> None:
+        """Connect and run the agent, again and again with growing pauses when that fails, until the server stops, or
+        its engine is lost: then nobody needs a worker there.
+        """
         retry_s = FIRST_RETRY_S
-        while not self._stop.is_set():
+        while not self._stop.is_set() and (self._agent is None or self._agent.lost is None):
             try:
-                await self._connect_and_host(engine, who)
+                await self._connect_and_host(engine, who, ledger)
                 retry_s = FIRST_RETRY_S
             except ConfigError:
                 raise
@@ -148,19 +165,22 @@ class Attachment:
             await self._stopped_within(retry_s * random.uniform(1.0, 1.5))
             retry_s = min(retry_s * 2, MAX_RETRY_S)
 
-    async def _connect_and_host(self, engine: Any, who: str) -> None:
+    async def _connect_and_host(self, engine: Any, who: str, ledger: Any) -> None:
         from rlbus.connecting import connect_bus
         from rlbus.workers.agent import Agent
 
         config, identity = self._env.bus, self._env.identity
         async with await connect_bus(config, name=f"worker-{identity.component}-{identity.instance_id}") as bus:
-            agent = Agent(
+            # One that ended by itself has left the engine as it is, and the next one takes it over.
+            self._agent = agent = Agent(
                 engine,
                 bus,
                 namespace=config.namespace,
                 component=identity.component,
                 instance_id=identity.instance_id,
                 config=self._env.agent,
+                ledger=ledger,
+                before=self._agent,
             )
             _log.info("rlbus: worker %s of namespace %s is on %s", who, config.namespace, config.url)
             await self._host(agent, engine)
@@ -170,15 +190,18 @@ class Attachment:
         loop = asyncio.get_running_loop()
         running = loop.create_task(agent.run())
         stopping = loop.create_task(self._stop.wait())
+        if self._beats is not None:
+            self._beats.ready()
         try:
             is_told = False
             while not running.done():
                 await asyncio.wait({running, stopping}, timeout=DEATH_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 if self._stop.is_set():
                     break
-                if engine.death is not None and not is_told:
+                death = engine.death or agent.lost
+                if death is not None and not is_told:
                     is_told = True
-                    self._on_death(engine.death)
+                    self._on_death(death)
             agent.stop("the server stops")
             await running
         finally:

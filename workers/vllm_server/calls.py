@@ -18,6 +18,10 @@ T = TypeVar("T")
 
 # How often a waiting caller looks whether the engine died, in seconds. vLLM has no event for it.
 DEATH_POLL_S = 0.1
+# How long a call of an engine that stands still may stay away after its limit, or after it was told to stop, before
+# the engine counts as dead. A rank looks every 50 ms whether its transfer was stopped (`exchange`); loading has a limit
+# of its own, half an hour.
+OVERDUE_S = 30.0
 # Length of vLLM's error text in a fault.
 MAX_PROBLEM_CHARS = 500
 
@@ -44,6 +48,8 @@ class EngineCalls:
         # Calls that hold the core and haven't come back, with their names; those in which it is known to be paused.
         self._pending: dict[asyncio.Task[Any], str] = {}
         self._paused: set[asyncio.Task[Any]] = set()
+        # When calls of a paused engine have to be back, in seconds of the loop.
+        self._due_s: dict[asyncio.Task[Any], float] = {}
         self._broken: str | None = None
 
     @property
@@ -56,7 +62,21 @@ class EngineCalls:
         """Why the engine counts as dead, None while it lives."""
         if self._engine.errored:
             return "the engine died; what supervises it has to restart it"
-        return self._broken
+        return self._broken or self._overdue()
+
+    def call_back(self) -> None:
+        """Whatever holds a paused core was told to stop: it has to be back in OVERDUE_S."""
+        now_s = asyncio.get_running_loop().time()
+        for task, due_s in self._due_s.items():
+            self._due_s[task] = min(due_s, now_s + OVERDUE_S)
+
+    def _overdue(self) -> str | None:
+        """The call that will never come back, in words; None if there is none."""
+        if not self._due_s:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        names = [self._pending[task] for task, due_s in self._due_s.items() if now_s > due_s]
+        return f"the engine doesn't come back from {', '.join(names)}; restart it" if names else None
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if the engine is gone."""
@@ -89,6 +109,7 @@ class EngineCalls:
         self._pending[task] = what
         if is_paused:
             self._paused.add(task)
+            self._due_s[task] = asyncio.get_running_loop().time() + limit_s + OVERDUE_S
         task.add_done_callback(self._ended)
         await self._wait(what, task, limit_s)
         return self._result(what, task, is_collective=True)
@@ -148,6 +169,7 @@ class EngineCalls:
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._paused.discard(task)
+        self._due_s.pop(task, None)
         what = self._pending.pop(task)
         if not task.cancelled() and task.exception() is not None:
             _log.debug("%s ended: %s", what, task.exception())

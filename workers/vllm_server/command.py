@@ -8,9 +8,9 @@ one has to be given.
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rlbus.errors import ConfigError
+from rlbus.workers.supervisor.supervise import WorkerCommand
 
 PLUGIN = "rlbus"
 HOST = "127.0.0.1"
@@ -34,14 +34,6 @@ def small_machine_env() -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCommand:
-    """What to start: `argv`, and the variables to add to the environment."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-
-
 def server_command(
     model: str,
     options: Sequence[str],
@@ -50,7 +42,7 @@ def server_command(
     bus_env: Mapping[str, str],
     environ: Mapping[str, str],
     run_dir: str,
-) -> ServerCommand:
+) -> WorkerCommand:
     """Build the command of `rlbus worker vllm MODEL [vllm options]`.
 
     Args:
@@ -89,7 +81,8 @@ def server_command(
         "RLBUS_SUPERVISED": "1",
         "RLBUS_RUN_DIR": run_dir,
     }
-    return ServerCommand((sys.executable, *start, *options, *added), env)
+    # Of several servers one has the agent; it isn't the process that is started, and gets no descriptor from it.
+    return WorkerCommand((sys.executable, *start, *options, *added), env, beats=not is_many)
 
 
 def _has(options: Sequence[str], name: str) -> bool:

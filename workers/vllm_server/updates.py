@@ -134,7 +134,7 @@ class Updates:
         self._epoch = None
         session = self._session
         if session is not None and session.folder is not None:
-            session.folder.stop("the group was left")
+            self._stop(session.folder, "the group was left")
         if not self._may_have_group:
             return
         folder = self._exchange.open("leave")
@@ -207,7 +207,7 @@ class Updates:
             await self._report(session.folder, receiving, on_ready, on_progress)
             await receiving
         except asyncio.CancelledError:
-            session.folder.stop("the update was cancelled")
+            self._stop(session.folder, "the update was cancelled")
             await asyncio.wait({receiving}, timeout=RELEASE_S)
             raise
         finally:
@@ -290,7 +290,7 @@ class Updates:
         if session is None:
             return
         if session.folder is not None:
-            session.folder.stop("the update was aborted")
+            self._stop(session.folder, "the update was aborted")
         await self._calls.settle(CALL_S)
         session.is_touched = session.is_touched or self._is_touched(session)
         if session.is_touched:
@@ -300,6 +300,11 @@ class Updates:
                 await self._open(session)
             await self._close(session)
         self._end(session)
+
+    def _stop(self, folder: CallFolder, why: str) -> None:
+        """Let the ranks give a transfer up; an engine that doesn't come back from it is lost."""
+        folder.stop(why)
+        self._calls.call_back()
 
     async def _close(self, session: _Session) -> None:
         async def finish() -> None:

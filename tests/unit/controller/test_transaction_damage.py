@@ -83,13 +83,14 @@ def test_an_untouched_worker_is_let_go_beside_a_newer_version_only_if_asked_for(
     assert play.asked(Stage.FREE) == freed
 
 
-def test_if_all_fail_those_that_were_not_touched_generate_again() -> None:
-    """The worker's own word decides, and silence counts as torn."""
+@pytest.mark.parametrize("whole", [WeightsState.CLEAN, WeightsState.UNKNOWN])
+def test_if_all_fail_those_that_were_not_touched_generate_again(whole: WeightsState) -> None:
+    """The worker's own word decides, and silence counts as torn; unknown weights are whole."""
     play = Play(plan_of(W1, W2, W3))
     start_sending(play)
     play.answer({w: failed() for w in (W1, W2, W3)})
     play.to(Stage.SETTLE)
-    play.answer({W1: weights_are(WeightsState.CLEAN), W2: silent(), W3: weights_are(WeightsState.DIRTY)})
+    play.answer({W1: weights_are(whole), W2: silent(), W3: weights_are(WeightsState.DIRTY)})
     assert play.asked(Stage.FREE) == [W1]
     report = play.report()
     assert report.status is OpStatus.FAILED

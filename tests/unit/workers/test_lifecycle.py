@@ -38,7 +38,7 @@ from rlbus.schemas import (
     WeightsView,
     route_of,
 )
-from rlbus.workers.journal import Record
+from rlbus.workers.journal import Record, digest_of
 from rlbus.workers.lifecycle import MAX_TERM, decide, is_mutation, served_routes, takes_back
 from rlbus.workers.moves import (
     AnswerNow,
@@ -109,7 +109,7 @@ ROUTES = served_routes(
 FRESH = WorkerState(component="backend", instance_id="7", world_size=2, routes=ROUTES, backends=("fake",))
 SERVING = replace(FRESH, weights=CLEAN_V1)
 STILL = replace(SERVING, pause=PAUSE)
-READY = replace(STILL, epoch=3, prepared=PREPARED)
+READY = replace(STILL, epoch=3, newest_epoch=3, prepared=PREPARED)
 OPEN = replace(
     READY, weights=UPDATING, prepared=None, session=Session("u", V2, CLEAN_V1, is_received=True), owes_flush=True
 )
@@ -170,12 +170,7 @@ STATES: list[tuple[str, WorkerState, CommandBody, FaultCode | None]] = [
     ("resume dirty by force", TORN, ResumeGeneration(force=True), None),
     ("resume an open update", OPEN, ResumeGeneration(), FaultCode.BUSY),
     ("resume an open update by force", OPEN, ResumeGeneration(force=True), None),
-    (
-        "resume the unknown",
-        replace(FRESH, weights=WeightsView(state=WeightsState.UNKNOWN)),
-        ResumeGeneration(),
-        FaultCode.DIRTY,
-    ),
+    ("resume the unknown", replace(FRESH, weights=WeightsView(state=WeightsState.UNKNOWN)), ResumeGeneration(), None),
     ("prepare", SERVING, PREPARE, None),
     ("prepare the same", SERVING, PrepareWeightsUpdate(version=V1, manifest_digest="d"), FaultCode.VERSION_REGRESSION),
     (
@@ -209,6 +204,7 @@ STATES: list[tuple[str, WorkerState, CommandBody, FaultCode | None]] = [
     ("join", FRESH, InitGroup(plan=plan()), None),
     ("join again", READY, InitGroup(plan=plan()), None),
     ("join an older epoch", READY, InitGroup(plan=plan(2)), FaultCode.STALE_EPOCH),
+    ("join one older than the last", replace(READY, epoch=None), InitGroup(plan=plan(2)), FaultCode.STALE_EPOCH),
     ("join an older epoch of a newer term", replace(READY, epoch_term=-1), InitGroup(plan=plan(2)), None),
     ("join without a span", FRESH, InitGroup(plan=plan(spans=(), world_size=1)), FaultCode.NOT_A_MEMBER),
     (
@@ -313,7 +309,7 @@ def test_a_term_beyond_reason_is_refused_and_not_kept(body: CommandBody) -> None
 def test_repeat_joins_replays_or_is_an_abuse() -> None:
     """By op_id first, and then by body; expiry and term don't matter any more."""
     body = FlushCache()
-    record = Record("op", "flush_cache", hash(body))
+    record = Record("op", "flush_cache", digest_of(body))
     late = arrived(body, expires_at=NOW - 9, record=record)
     assert decide(replace(FRESH, term=7), late)[1] == (Join(record),)
     record.result = object()  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from rlbus.schemas import (
     FaultCode,
     FlushCache,
     GetVersion,
+    Goodbye,
     InitGroup,
     PauseGeneration,
     PauseMode,
@@ -175,6 +176,22 @@ def test_engine_call_that_clings_keeps_the_place_but_not_the_result() -> None:
         assert (await rig.send(PauseGeneration())).status is ResultStatus.OK
 
     on_worker(scenario, {"flush_cache": {1: Step(hangs=True, clings_s=60.0)}})
+
+
+def test_engine_call_that_clings_for_minutes_ends_the_agent_which_says_why() -> None:
+    """Whoever supervises the process starts it again."""
+
+    async def scenario(rig: Rig) -> None:
+        assert code_of(await rig.post(FlushCache(), expires_in_s=1.0).result()) is FaultCode.DEADLINE
+        await asyncio.sleep(100.0)
+        assert rig.agent.lost is None
+        await asyncio.sleep(60.0)
+        assert rig.agent.lost == "it doesn't come back from flush_cache"
+        last = rig.announcements[-1]
+        assert isinstance(last, Goodbye)
+        assert last.reason == "the engine is lost: it doesn't come back from flush_cache"
+
+    on_worker(scenario, {"flush_cache": {1: Step(hangs=True, clings_s=600.0)}})
 
 
 def test_failed_pause_is_undone() -> None:

@@ -64,3 +64,11 @@ def test_weight_roots_come_from_the_environment() -> None:
     assert AgentConfig.from_env(environ={"RLBUS_WEIGHT_ROOTS": "/a:/b/c"}).weight_roots == ("/a", "/b/c")
     given = AgentConfig.from_env(environ={"RLBUS_WEIGHT_ROOTS": "/a"}, weight_roots=("/z",))
     assert given.weight_roots == ("/z",)
+
+
+def test_state_dir_comes_from_the_environment_and_has_to_be_absolute() -> None:
+    """Empty is none."""
+    assert AgentConfig.from_env(environ={"RLBUS_STATE_DIR": ""}).state_dir is None
+    assert AgentConfig.from_env(environ={"RLBUS_STATE_DIR": "/s"}).state_dir == "/s"
+    with pytest.raises(ConfigError, match="absolute"):
+        AgentConfig.from_env(environ={"RLBUS_STATE_DIR": "s"})

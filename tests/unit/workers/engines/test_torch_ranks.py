@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +12,7 @@ from rlbus.errors import EngineDeadError, TornWeightsError
 from rlbus.schemas import Fault, FaultCode, ReceivedData, TensorSum
 from rlbus.testing import run
 from rlbus.workers.engines.base import UpdateFailedError
+from rlbus.workers.engines.torch_rank import OwnRank
 from rlbus.workers.engines.torch_ranks import (
     CANCEL_S,
     LOCAL_S,
@@ -24,6 +25,7 @@ from rlbus.workers.engines.torch_ranks import (
     check_equal,
     first_bad,
 )
+from rlbus.workers.torch_lm.rank import Rank
 
 pytestmark = pytest.mark.unit
 
@@ -140,6 +142,15 @@ def test_rank_that_clings_is_killed_and_counts_as_dead() -> None:
         assert not ranks.has_stray
 
     run(main())
+
+
+def test_own_thread_that_is_stuck_for_good_makes_the_engine_a_dead_one() -> None:
+    """It can't be killed; the process has to be, and is, by what supervises it."""
+    own = OwnRank(cast(Rank, object()))
+    own.check_alive()
+    own.kill()
+    with pytest.raises(EngineDeadError, match="started again"):
+        own.check_alive()
 
 
 def test_join_that_takes_too_long_is_ended() -> None:

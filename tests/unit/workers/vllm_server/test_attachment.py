@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from rlbus import connecting
+from rlbus import connecting, subjects
 from rlbus.bus import Bus
 from rlbus.errors import BrokenError, ConfigError
-from rlbus.schemas import Announcement, Goodbye, WorkerMessage
+from rlbus.schemas import (
+    Announcement,
+    Command,
+    Generation,
+    Goodbye,
+    PauseGeneration,
+    ResultStatus,
+    WorkerMessage,
+)
 from rlbus.testing import LoopClock, MemoryBroker, run
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.vllm_server import engine as engine_module
@@ -190,5 +198,38 @@ def test_lost_engine_stops_a_supervised_server(monkeypatch: pytest.MonkeyPatch, 
         await asyncio.sleep(5.0)
         assert len(raised) == (1 if is_supervised else 0)
         await rig.attachment.aclose()
+
+    run(main())
+
+
+def test_agent_that_ends_by_itself_is_followed_by_one_that_takes_the_engine_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its weights, who holds the pause, and what became of its ops: the engine has not changed."""
+
+    async def main() -> None:
+        rig = Rig(monkeypatch)
+        async with rig.listen() as bus:
+            rig.attachment.start(app(8000))
+            await asyncio.sleep(1.0)
+            first = rig.messages[-1]
+            assert isinstance(first, Announcement)
+            command = Command(op_id="p", term=4, expires_at=bus.clock.now() + 9, body=PauseGeneration(lease_s=60.0))
+            bus.publish(subjects.command_to("ns", "backend", "pause_generation", "7"), command)
+            await asyncio.sleep(1.0)
+            rig.attachment._agent.stop("as a bug would")
+            await asyncio.sleep(10.0)
+            second = rig.messages[-1]
+            assert isinstance(second, Announcement)
+            assert second.boot_id != first.boot_id
+            assert (second.status.term, second.status.generation) == (4, Generation.PAUSED)
+            assert second.status.pause is not None
+            assert second.status.drift is None
+            assert rig.attachment._agent.journal.find("p").result.status is ResultStatus.OK
+            await asyncio.sleep(70.0)
+            third = rig.messages[-1]
+            assert isinstance(third, Announcement)
+            assert (third.status.generation, third.status.pause) == (Generation.RUNNING, None)
+            await rig.attachment.aclose()
 
     run(main())

@@ -6,7 +6,7 @@ import pytest
 
 from rlbus.errors import EngineDeadError, EngineError
 from rlbus.testing import run
-from rlbus.workers.vllm_server.calls import DEATH_POLL_S, EngineCalls
+from rlbus.workers.vllm_server.calls import DEATH_POLL_S, OVERDUE_S, EngineCalls
 
 pytestmark = pytest.mark.unit
 
@@ -132,5 +132,60 @@ def test_failed_collective_call_of_several_ranks_is_the_end_of_the_engine(num_ra
         if num_ranks > 1:
             with pytest.raises(EngineDeadError, match="out of step"):
                 await calls.hold("next", core.fine, 1.0)
+
+    run(main())
+
+
+def test_call_of_a_paused_engine_that_stays_away_makes_it_a_dead_one() -> None:
+    """Well after its own limit, so that a slow disk isn't death; one that comes back in time clears it."""
+
+    async def main() -> None:
+        core = Core()
+        calls = EngineCalls(core)
+        with pytest.raises(EngineError):
+            await calls.hold("reload", core.blocked, 100.0, is_paused=True)
+        await asyncio.sleep(OVERDUE_S - 1.0)
+        assert calls.death is None
+        await asyncio.sleep(2.0)
+        assert calls.death is not None
+        assert "doesn't come back from reload" in calls.death
+        core.release.set()
+        await asyncio.sleep(0.0)
+        await asyncio.sleep(0.0)
+        assert calls.death is None
+
+    run(main())
+
+
+def test_call_that_was_told_to_come_back_has_less_time() -> None:
+    """A transfer may take an hour; one that was stopped may not."""
+
+    async def main() -> None:
+        core = Core()
+        calls = EngineCalls(core)
+        holding = asyncio.ensure_future(calls.hold("update", core.blocked, 3600.0, is_paused=True))
+        await asyncio.sleep(1000.0)
+        assert calls.death is None
+        calls.call_back()
+        await asyncio.sleep(OVERDUE_S + 1.0)
+        with pytest.raises(EngineDeadError, match="come back from update"):
+            calls.check_alive()
+        with pytest.raises(EngineDeadError):
+            await holding
+
+    run(main())
+
+
+def test_call_of_a_running_engine_may_stay_away() -> None:
+    """It may wait for a step that takes minutes on a CPU."""
+
+    async def main() -> None:
+        core = Core()
+        calls = EngineCalls(core)
+        with pytest.raises(EngineError):
+            await calls.hold("init", core.blocked, 5.0)
+        await asyncio.sleep(1000.0)
+        assert calls.death is None
+        calls.close()
 
     run(main())

@@ -6,12 +6,13 @@ import sys
 import pytest
 
 from rlbus.errors import ConfigError
-from rlbus.workers.vllm_server.command import ServerCommand, server_command
+from rlbus.workers.supervisor.supervise import WorkerCommand
+from rlbus.workers.vllm_server.command import server_command
 
 pytestmark = pytest.mark.unit
 
 
-def command(*options: str, is_cpu_build: bool = True, **environ: str) -> ServerCommand:
+def command(*options: str, is_cpu_build: bool = True, **environ: str) -> WorkerCommand:
     """The command for these options."""
     return server_command(
         "/models/a",

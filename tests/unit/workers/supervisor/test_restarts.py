@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlbus.workers.vllm_server.restarts import RestartPolicy, Restarts
+from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
 
 pytestmark = pytest.mark.unit
 

@@ -1,0 +1,1 @@
+"""What runs a worker's process from outside: starts it, hears it, and starts it again when it dies or hangs."""

@@ -1,0 +1,223 @@
+"""Runs a worker's process, and again whenever it ends or hangs, under the same name.
+
+Invariants: nothing that was started outlives the supervisor, however that ends; before the next start, nothing of the
+one before lives; a process that ends again and again makes the supervisor give up, with an exit code.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlbus._process import Child
+from rlbus.workers.supervisor.beats import BEAT_FD, Hearing
+from rlbus.workers.supervisor.hang import LOOK_S, STANDSTILL_S, HangLimits, Kind, Seen, Watch
+from rlbus.workers.supervisor.output import output
+from rlbus.workers.supervisor.processes import Process, kill_left, left_of, tree
+from rlbus.workers.supervisor.restarts import Restarts
+
+_log = logging.getLogger("rlbus.workers")
+
+EXIT_GAVE_UP = 1
+# Status of a process that was called in a wrong way (argparse's, and ours): a restart would change nothing.
+EXIT_USAGE = 2
+# How long a process may take to end after SIGTERM: vLLM takes 0.5 s, and longer when it lets requests finish.
+STOP_S = 30.0
+# How long what was below a dead process may take to end by itself (the system tells it, by a signal), how long after it
+# was killed, and how often that is looked at.
+LEAVE_S = 1.0
+LEFT_S = 5.0
+LEFT_POLL_S = 0.02
+# The engine behind the loop: it may compute for minutes (a long prefill on a CPU), and then doesn't answer.
+ENGINE_LIMITS = HangLimits(idle_s=30.0, busy_s=None, start_s=None)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    """What to start: `argv`, and the variables to add to the environment. `beats`: it gives signs of life."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    beats: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How a worker is run.
+
+    `who` is its name in log lines; `log` takes the process's output, None is stderr with the name before each line;
+    `on_ready` is called whenever it can be reached on the bus, with its process id.
+    """
+
+    who: str
+    log: Path | None = None
+    limits: HangLimits = field(default_factory=HangLimits)
+    engine_limits: HangLimits = ENGINE_LIMITS
+    on_ready: Callable[[int], None] = lambda pid: None
+
+
+async def keep_running(command: WorkerCommand, how: Supervision, restarts: Restarts, stopped: asyncio.Event) -> int:
+    """Start the process, and again whenever it ends, until `stopped` is set (0) or `restarts` gives up.
+
+    Cancel: the process is stopped, and killed after STOP_S.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        began_s = loop.time()
+        code = await _Life(command, how).run(stopped)
+        if stopped.is_set():
+            return 0
+        ran_s = loop.time() - began_s
+        if code == EXIT_USAGE:
+            _log.error("worker %s: the process ended with status %d, called in a wrong way", how.who, code)
+            return code
+        # vLLM ends with 0 when its engine died (facts/vllm-cpu.md 8), so any end that nobody asked for is a death.
+        pause_s = restarts.on_end(loop.time(), ran_s)
+        if pause_s is None:
+            text = "worker %s: the process ended with status %d after %.0f s, once too often; giving up"
+            _log.error(text, how.who, code, ran_s)
+            return EXIT_GAVE_UP
+        text = "worker %s: the process ended with status %d after %.0f s; next start in %.0f s"
+        _log.error(text, how.who, code, ran_s, pause_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), pause_s)
+        if stopped.is_set():
+            return 0
+
+
+class _Life:
+    """One life of the process."""
+
+    def __init__(self, command: WorkerCommand, how: Supervision) -> None:
+        self._command = command
+        self._how = how
+        # What was seen of the process and those below it last.
+        self._tree: list[Process] = []
+
+    async def run(self, stopped: asyncio.Event) -> int:
+        """Until it ends, hangs, or the supervisor is told to stop; its exit status."""
+        how, command = self._how, self._command
+        hearing = Hearing()
+        try:
+            async with output(how.who, how.log) as sink:
+                child = await Child.start(
+                    how.who,
+                    command.argv,
+                    env={**command.env, BEAT_FD: str(hearing.write_fd)},
+                    log=how.log,
+                    stdout=sink,
+                    stderr=sink,
+                    pass_fds=(hearing.write_fd,),
+                )
+                hearing.listen(lambda: how.on_ready(child.pid))
+                _log.info("worker %s: process %d starts", how.who, child.pid)
+                try:
+                    return await self._until_end(child, hearing, stopped)
+                finally:
+                    await self._clear()
+        finally:
+            hearing.close()
+
+    async def _until_end(self, child: Child, hearing: Hearing, stopped: asyncio.Event) -> int:
+        tasks = [asyncio.create_task(child.wait()), asyncio.create_task(stopped.wait())]
+        watching = asyncio.create_task(self._watch(child, hearing))
+        try:
+            await asyncio.wait({*tasks, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                child.kill()
+        finally:
+            for task in (*tasks, watching):
+                task.cancel()
+            self._tree = tree(child.pid) or self._tree
+            # Also after its own end: what it had started ends with it.
+            code = await child.stop(STOP_S)
+        if watching.done() and not watching.cancelled():
+            watching.result()
+        return code
+
+    async def _watch(self, child: Child, hearing: Hearing) -> None:
+        """Until the process hangs."""
+        how, loop = self._how, asyncio.get_running_loop()
+        watches = {
+            "the process": Watch(how.limits, loop.time()),
+            "its engine": Watch(how.engine_limits, loop.time()),
+        }
+        while True:
+            await asyncio.sleep(LOOK_S)
+            seen = tree(child.pid)
+            if not seen:
+                continue  # it has ended, which is seen elsewhere
+            self._tree = seen
+            for name, look in self._looks(loop.time(), hearing).items():
+                verdict = watches[name].look(look)
+                if verdict is None:
+                    continue
+                text = "worker %s: %s %s"
+                if verdict.kind is Kind.HUNG:
+                    _log.error(text + "; it is killed, to be started anew", how.who, name, verdict.text)
+                    return
+                _log.warning(text, how.who, name, verdict.text)
+
+    def _looks(self, now_s: float, hearing: Hearing) -> dict[str, Seen]:
+        """What to judge now, by name. While the loop is silent nobody knows of its engine."""
+        heard_s = hearing.loop_s if self._command.beats else now_s
+        looks = {"the process": _seen(now_s, heard_s, self._tree[:1])}
+        if heard_s is None or now_s - heard_s < STANDSTILL_S:
+            looks["its engine"] = _seen(now_s, hearing.engine_s, self._tree[1:])
+        return looks
+
+    async def _clear(self) -> None:
+        """Wait until what was below the process, in whatever group, is gone, too; what stays is killed.
+
+        Cancel: it is killed at once.
+        """
+        try:
+            if await self._gone(LEAVE_S):
+                return
+        finally:
+            left = kill_left(self._tree)
+            if left:
+                _log.warning("worker %s: killed what the process left behind: %s", self._how.who, left)
+        if not await self._gone(LEFT_S):
+            _log.error("worker %s: processes of before live on: %s", self._how.who, left_of(self._tree))
+
+    async def _gone(self, limit_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while left_of(self._tree):  # noqa: ASYNC110 - other processes have no Event
+                    await asyncio.sleep(LEFT_POLL_S)
+        return not left_of(self._tree)
+
+
+def _seen(now_s: float, heard_s: float | None, processes: list[Process]) -> Seen:
+    return Seen(
+        now_s,
+        heard_s,
+        is_stopped=any(process.is_stopped for process in processes),
+        is_runnable=any(process.state == "R" for process in processes),
+        cpu_s=sum(process.cpu_s for process in processes),
+    )
+
+
+@contextlib.asynccontextmanager
+async def stop_signal() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set. A second signal ends the process the default way."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def on_signal() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        stopped.set()
+
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stopped
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
