@@ -111,6 +111,7 @@ class Journal:
         name: str,
         members: tuple[WorkerId, ...],
         *,
+        boots: tuple[str, ...] = (),
         held: tuple[WorkerId, ...] = (),
         version: Version | None = None,
         epoch: int | None = None,
@@ -131,7 +132,7 @@ class Journal:
             version=version,
             epoch=epoch,
         )
-        kept = _Kept(JournalEntry(item=item, request=request, members=members, held=held), None)
+        kept = _Kept(JournalEntry(item=item, request=request, members=members, boots=boots, held=held), None)
         self._kept[request.op_id] = kept
         self._forget_oldest()
         kept.revision = await self._kv.create(_key(request.op_id), encode(kept.entry))

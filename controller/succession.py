@@ -105,8 +105,9 @@ class Succession:
         epoch: int | None = None,
     ) -> Record:
         """What writes an op down before it begins."""
-        names, paused = tuple(m.worker for m in members), tuple(sorted(held))
-        return lambda: self.journal.begin(request, name, names, held=paused, version=version, epoch=epoch)
+        names, boots = tuple(m.worker for m in members), tuple(m.boot_id for m in members)
+        paused = tuple(sorted(held))
+        return lambda: self.journal.begin(request, name, names, boots=boots, held=paused, version=version, epoch=epoch)
 
     def note_phase(self, state: UpdateState) -> None:
         """Write down the phases that tell the next leader what may be done; behind the update, which doesn't wait."""

@@ -208,6 +208,11 @@ class TakeOver:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
+    def _is_rebooted(self, worker: WorkerId) -> bool:
+        """Whether another process answers for it than the one that the op began with."""
+        boots, member = dict(zip(self._entry.members, self._entry.boots, strict=False)), self._registry.get(worker)
+        return member is not None and boots.get(worker, member.boot_id) != member.boot_id
+
     def _has(self, worker: WorkerId, state: WeightsState) -> bool:
         status = self._seen.get(worker)
         return status is not None and status.weights.state is state
@@ -251,6 +256,9 @@ class TakeOver:
         if status is None:
             why = self._silent.get(worker) or fault(FaultCode.NO_ACK, "it didn't answer")
             return WorkerOutcome(worker=worker, outcome=Outcome.UNKNOWN, phase=PHASE, fault=why)
+        if self._is_rebooted(worker) and not isinstance(self._entry.request, ResumeFleet):
+            why = fault(FaultCode.WORKER_LOST, "it was restarted while the op ran", worker=worker)
+            return WorkerOutcome(worker=worker, outcome=Outcome.FAILED, phase=PHASE, fault=why)
         outcome, why_not = self._judge(worker, status)
         return WorkerOutcome(worker=worker, outcome=outcome, phase=PHASE, fault=why_not)
 

@@ -20,13 +20,14 @@ MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | Reload
 class JournalEntry(Wire, frozen=True, kw_only=True):
     """One op: what was asked, of whom, how far it came, and its report once it has ended.
 
-    `held` are members that somebody else had paused before. `verified` are those that have everything and the sender's
-    checksums: whoever is named here may be committed.
+    `boots` are the members' boot ids, in the same order. `held` are members that somebody else had paused before.
+    `verified` are those that have everything and the sender's checksums: whoever is named here may be committed.
     """
 
     item: HistoryItem
     request: MutationRequest
     members: tuple[WorkerId, ...]
+    boots: tuple[str, ...] = ()
     held: tuple[WorkerId, ...] = ()
     verified: tuple[WorkerId, ...] = ()
     report: Report | None = None

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import msgspec
 
 from rlbus.controller import admission, transaction
+from rlbus.controller.fence import FencedTransport
 from rlbus.controller.registry import Member, Registry
 from rlbus.schemas import Generation, Liveness
 from rlbus.trainer import Trainer
@@ -78,6 +79,15 @@ def _obey_old_terms(stack: contextlib.ExitStack) -> None:
     stack.enter_context(patch.object(lifecycle, "_refusal", blind))
 
 
+def _act_without_the_lease(stack: contextlib.ExitStack) -> None:
+    init = FencedTransport.__init__
+
+    def unfenced(fence: FencedTransport, inner: Any, may_publish: Any) -> None:
+        init(fence, inner, lambda: True)
+
+    stack.enter_context(patch.object(FencedTransport, "__init__", unfenced))
+
+
 def _obey_what_expired(stack: contextlib.ExitStack) -> None:
     refusal = lifecycle._refusal
 
@@ -100,6 +110,7 @@ BUGS = {
     "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 60, _bury_the_living),
     "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 30, _forget_what_ended),
     "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 100, _obey_old_terms),
+    "act-without-the-lease": Bug("I5", "a leader speaks on when its lease is over", 100, _act_without_the_lease),
     "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 100, _obey_what_expired),
     "take-any-version": Bug("I6", "nobody checks that versions grow", 100, _take_any_version),
 }

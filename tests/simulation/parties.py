@@ -6,13 +6,13 @@ is seen by anybody.
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any, cast
 
-from rlbus._memory import MemoryTransport
+from rlbus._memory import NO_FAULTS, MemoryTransport
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
-from rlbus.controller.service import Controller, Settings
 from rlbus.errors import RLBusError
 from rlbus.schemas import Command, GroupPlan, JoinedData, RankSpan, TensorSpec, Version, WorkerId, route_of
 from rlbus.testing import LoopClock, MemoryBroker, sequential_ids
@@ -28,6 +28,7 @@ from rlbus.workers.engines.fake_script import FakeScript
 from rlbus.workers.journal import Record
 from tests.simulation.engine_faults import DrawnScript
 from tests.simulation.scenario import HEARTBEAT_S, Scenario
+from tests.simulation.stopping import GATE, Gate, gated
 from tests.simulation.truth import CURRENT, Boot, Truth
 
 NAMESPACE = "sim"
@@ -39,10 +40,10 @@ TENSORS = (
 )
 # How long a step of a simulated engine takes, in seconds.
 STEP_S = 0.2
-# How long a controller lets a group form, in seconds.
-GROUP_TIMEOUT_S = 5.0
 # Part of the crashes of a trainer in mid-send after which receivers hang instead of noticing.
 HANG_PART = 0.5
+# How long the end of a process is waited for, in seconds.
+END_LIMIT_S = 60.0
 
 
 class TracedBroker(MemoryBroker):
@@ -55,6 +56,14 @@ class TracedBroker(MemoryBroker):
     def _route(self, publisher: MemoryTransport, message: Message) -> None:
         self._truth.message(message.subject, message.data)
         super()._route(publisher, message)
+
+    def _schedule(self) -> None:
+        # The server goes on when whoever published last stands still.
+        token = GATE.set(None)
+        try:
+            super()._schedule()
+        finally:
+            GATE.reset(token)
 
 
 class SkewedClock:
@@ -193,15 +202,39 @@ class SimEngine(FakeEngine):
         super()._write(spec, version if self._coming is None else self._coming)
 
 
+def counted(transport: MemoryTransport, truth: Truth) -> None:
+    """Count what is drawn for the messages of `transport`."""
+    draw = transport._faulty_dues
+
+    def drawn(subject: str, *, outgoing: bool) -> list[float]:
+        dues_s = draw(subject, outgoing=outgoing)
+        if transport.faults == NO_FAULTS:
+            return dues_s
+        if not dues_s:
+            truth.count("fault drop")
+        elif len(dues_s) > 1:
+            truth.count("fault duplicate")
+        elif dues_s[0] != (transport._out_due_s if outgoing else transport._in_due_s):
+            truth.count("fault reorder")
+        elif dues_s[0] > truth.now_s:
+            truth.count("fault delay")
+        return dues_s
+
+    transport._faulty_dues = drawn  # type: ignore[method-assign]
+
+
 class Process:
     """One process of the run: a connection and a task that serves. Subclasses say what it does in `_serve`."""
 
     def __init__(self, scenario: Scenario, truth: Truth, broker: TracedBroker, name: str, skew_s: float) -> None:
         self.name = name
+        self.gate = Gate()
         self._scenario = scenario
         self._truth = truth
         self._broker = broker
         self.transport = broker.connect(name, faults=scenario.faults)
+        gated(self.transport, self.gate)
+        counted(self.transport, truth)
         self.bus = Bus(self.transport, clock=SkewedClock(skew_s), new_id=sequential_ids(name))
         self.is_running = True
         self._task: asyncio.Task[None] | None = None
@@ -209,7 +242,9 @@ class Process:
     def start(self) -> None:
         """Begin to serve."""
         self._truth.note(self.name, "starts")
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name=self.name)
+        with self.gate.inside():
+            self._task = asyncio.get_running_loop().create_task(self._serve(), name=self.name)
+        self._task.add_done_callback(self._on_end)
 
     async def crash(self) -> None:
         """Die at once. Returns when nothing of it runs any more, or after a while."""
@@ -218,15 +253,34 @@ class Process:
         self._truth.note(self.name, "crashes")
         self.is_running = False
         self._broker.disconnect(self.transport)
+        # One that stands still would not even end.
+        self.gate.open()
         await self.bus.aclose()
         if self._task is not None:
             self._task.cancel()
             await asyncio.sleep(0)
             self._task.cancel()
-            await asyncio.wait({self._task}, timeout=60.0)
+            await self._wait_end()
+
+    async def _wait_end(self) -> None:
+        assert self._task is not None
+        await asyncio.wait({self._task}, timeout=END_LIMIT_S)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self.is_running:
+            self._truth.broken("I0", f"{self.name} ended: {error!r}")
+
+    def lag(self, delay_s: tuple[float, float]) -> None:
+        """What it says and hears is late from now on, by so many seconds."""
+        self.transport.faults = replace(self.transport.faults, delay_s=delay_s)
+
+    def unlag(self) -> None:
+        """As it was drawn."""
+        self.transport.faults = self._scenario.faults
 
     def calm(self) -> None:
-        """The faults end: messages arrive, and the connection stands."""
+        """The faults end: it runs, messages arrive, and the connection stands."""
+        self.gate.open()
         self.transport.faults = type(self.transport.faults)()
         self._broker.heal(self.transport)
         if self.is_running:
@@ -246,17 +300,31 @@ class WorkerProcess(Process):
         self.number = number
         self.worker = WorkerId(f"{COMPONENT}/{number}")
         self.boot = Boot(self.worker, boot)
-        self.script = DrawnScript(scenario, random.Random(f"engine/{scenario.seed}/{number}/{boot}"))
+        rng = random.Random(f"engine/{scenario.seed}/{number}/{boot}")
+        self.script = DrawnScript(scenario, rng, truth.count)
         self.engine = SimEngine(truth, self.boot, fabric, self.script, scenario.sizes[number])
         self.agent: Agent | None = None
         # When what is announced of it stopped being true, as far as is known.
         self.wrong_since_s: float | None = None
+        # Its next boot is on its way.
+        self.is_leaving = False
+        # The controller whose belief that is about.
+        self.judge: object = None
 
     async def crash(self) -> None:
         """See Process."""
         self.engine.is_crashed = True
         await self.engine.aclose()
         await super().crash()
+
+    async def leave(self) -> None:
+        """End as it does when it is asked to (SIGTERM): with a goodbye."""
+        if self.agent is None or self._task is None or not self.is_running:
+            return
+        self._truth.note(self.name, "is stopped")
+        self.agent.stop()
+        await self._wait_end()
+        await self.crash()
 
     def calm(self) -> None:
         """See Process; the engine also does as it is told."""
@@ -291,29 +359,11 @@ class WorkerProcess(Process):
         await agent.run()
 
 
-class ControllerProcess(Process):
-    """One life of a controller. `term` stands for the lease that gives it (see docs/simulation.md)."""
-
-    def __init__(self, scenario: Scenario, truth: Truth, broker: TracedBroker, term: int) -> None:
-        super().__init__(scenario, truth, broker, f"c{term}", scenario.skews_s[-1])
-        self.controller = Controller(self.bus, NAMESPACE, settings=Settings(group_timeout_s=GROUP_TIMEOUT_S), term=term)
-        self.seen_version: Version | None = None
-
-    def lose_requests(self) -> None:
-        """It was replaced and doesn't know: its ops go on, but no request reaches it any more."""
-        for subscription in list(self.transport._subscriptions.values()):
-            if ".controller." in subscription.pattern:
-                subscription.unsubscribe()
-
-    async def _serve(self) -> None:
-        await self.controller.run()
-
-
 class TrainerProcess(Process):
     """One life of a trainer; its calls are made by whoever plays the run."""
 
     def __init__(self, scenario: Scenario, truth: Truth, broker: TracedBroker, fabric: Fabric, boot: int) -> None:
-        super().__init__(scenario, truth, broker, f"t{boot}", scenario.skews_s[-2])
+        super().__init__(scenario, truth, broker, f"t{boot}", scenario.skews_s[-3])
         rng = random.Random(f"trainer/{scenario.seed}/{boot}")
         self.plane = SimPlane(fabric, f"sender-{boot}", scenario.send_s, rng)
         self.trainer = Trainer(self.bus, NAMESPACE, self.plane, caller=self.name)
@@ -338,7 +388,7 @@ class OperatorProcess(Process):
     """Whoever uses the fleet's verbs."""
 
     def __init__(self, scenario: Scenario, truth: Truth, broker: TracedBroker) -> None:
-        super().__init__(scenario, truth, broker, "op", scenario.skews_s[-3])
+        super().__init__(scenario, truth, broker, "op", scenario.skews_s[-4])
         self.client = FleetClient(self.bus, NAMESPACE, caller="operator")
 
     def start(self) -> None:

@@ -19,7 +19,9 @@ HEARTBEAT_S = 2.0
 # How late messages of a party that lags may be, in seconds: later than most commands are valid.
 MAX_LAG_S = 9.0
 # Part of the runs in which a kind of fault is possible at all.
-PART_PER_KIND = 0.35
+PART_PER_KIND = 0.3
+# Kinds in which a process stands still; such runs need a loop that asks whether it does.
+STOPPING_KINDS = frozenset({"stop", "controller-stop"})
 
 KINDS = (
     "drop",
@@ -30,9 +32,17 @@ KINDS = (
     "lag",
     "disconnect",
     "blackout",
+    "stop",
     "worker-crash",
+    "worker-restart",
     "controller-crash",
-    "controller-zombie",
+    "controller-restart",
+    "controller-stop",
+    "controller-cut",
+    "controller-lag",
+    "store-drop",
+    "store-cut",
+    "store-blackout",
     "trainer-crash",
     "trainer-zombie",
     "slow-verbs",
@@ -49,9 +59,16 @@ _MOMENTS = {
     "lag": 3,
     "disconnect": 3,
     "blackout": 1,
+    "stop": 3,
     "worker-crash": 3,
+    "worker-restart": 2,
     "controller-crash": 2,
-    "controller-zombie": 1,
+    "controller-restart": 2,
+    "controller-stop": 2,
+    "controller-cut": 2,
+    "controller-lag": 2,
+    "store-cut": 2,
+    "store-blackout": 1,
     "trainer-crash": 2,
     "trainer-zombie": 1,
 }
@@ -62,7 +79,11 @@ _LONG_S = {
     "partition": 12.0,
     "disconnect": 12.0,
     "blackout": 10.0,
-    "controller-zombie": 10.0,
+    "stop": 12.0,
+    "controller-stop": 10.0,
+    "controller-cut": 10.0,
+    "store-cut": 8.0,
+    "store-blackout": 8.0,
 }
 
 
@@ -95,12 +116,20 @@ class Scenario:
     sizes: tuple[int, ...]
     kinds: frozenset[str]
     faults: Faults
+    # Of the controllers' connections to the store.
+    store_faults: Faults
+    num_controllers: int
     skews_s: tuple[float, ...]
     asks: tuple[Ask, ...]
     mishaps: tuple[Mishap, ...]
     send_s: float
     # Chance per engine call that a fault of a kind that is possible happens.
     engine_chance: float
+
+    @property
+    def stops(self) -> bool:
+        """Whether some process may stand still for a while."""
+        return not self.kinds.isdisjoint(STOPPING_KINDS)
 
     def has(self, kind: str) -> bool:
         """Whether this kind of fault is possible."""
@@ -117,7 +146,9 @@ def draw(seed: int) -> Scenario:
         sizes=sizes,
         kinds=kinds,
         faults=_draw_faults(rng, kinds),
-        skews_s=tuple(rng.uniform(-MAX_SKEW_S, MAX_SKEW_S) for _ in range(len(sizes) + 3)),
+        store_faults=_draw_store_faults(rng, kinds),
+        num_controllers=rng.choice((1, 2, 2)),
+        skews_s=tuple(rng.uniform(-MAX_SKEW_S, MAX_SKEW_S) for _ in range(len(sizes) + 4)),
         asks=_draw_asks(rng),
         mishaps=_draw_mishaps(rng, kinds),
         send_s=rng.choice((0.0, 0.1, 0.5, 2.0)),
@@ -132,6 +163,12 @@ def _draw_faults(rng: random.Random, kinds: frozenset[str]) -> Faults:
         reorder=rng.choice((0.05, 0.3)) if "reorder" in kinds else 0.0,
         delay_s=(0.0, rng.choice((0.01, 0.1, 0.6))) if "delay" in kinds else (0.0, 0.0),
     )
+
+
+def _draw_store_faults(rng: random.Random, kinds: frozenset[str]) -> Faults:
+    """Calls of the store that are lost on their way, or done and not confirmed. Too many, and nobody ever leads."""
+    delay_s = (0.0, rng.choice((0.01, 0.1, 0.3))) if "delay" in kinds else (0.0, 0.0)
+    return Faults(drop=rng.choice((0.02, 0.1, 0.3)) if "store-drop" in kinds else 0.0, delay_s=delay_s)
 
 
 def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:

@@ -6,7 +6,7 @@ engine saw its contract broken.
 
 import asyncio
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -65,6 +65,8 @@ class Truth:
         self.tail: deque[tuple[float, str, str]] = deque(maxlen=tail_len)
         self.num_messages = 0
         self.num_tokens = 0
+        # How often what happened, by name: faults, and how ops ended.
+        self.counts: Counter[str] = Counter()
         # Versions that somebody asked to roll back to.
         self.rollbacks: set[Version] = set()
         self._digest = hashlib.blake2b(digest_size=16)
@@ -81,6 +83,10 @@ class Truth:
     def digest(self) -> str:
         """Of everything that was noted so far, with its times."""
         return self._digest.hexdigest()
+
+    def count(self, what: str) -> None:
+        """It happened once more."""
+        self.counts[what] += 1
 
     def note(self, kind: str, what: str) -> None:
         """Something happened."""
@@ -156,6 +162,7 @@ class Truth:
     def reported(self, report: Report) -> None:
         """A caller got the report of an op for the first time."""
         workers = [o.worker for o in report.outcomes]
+        self.count(f"op {report.op} {report.status.value}")
         self.note("report", f"{report.op} {report.op_id} {report.status.value} {report.outcomes} {report.fault}")
         if len(set(workers)) != len(workers):
             self.broken("I4", f"op {report.op_id} has several outcomes for one worker: {workers}")
@@ -168,8 +175,14 @@ class Truth:
             if outcome.outcome in (Outcome.REFUSED, Outcome.UNDONE, Outcome.SKIPPED) and has_it:
                 self.broken("I4", f"{report.op_id} is {outcome.outcome.value} on {outcome.worker}, which committed it")
 
+    def raised(self, op: str, error: Exception) -> None:
+        """A caller got an exception instead of a report."""
+        self.count(f"op {op} raised {type(error).__name__}")
+        self.note("raised", f"{op}: {error}")
+
     def repeated(self, first: Report, again: Report) -> None:
         """The same controller was asked for the same op once more."""
+        self.count("op repeated")
         if first != again:
             self.broken("I4", f"op {first.op_id} has two reports: {first} and {again}")
 

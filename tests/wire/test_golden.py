@@ -249,6 +249,7 @@ EXAMPLES += (
             item=HISTORY_ITEM,
             request=s.FlushFleet(**ASKED, target=TARGET),
             members=(s.worker_id("backend", "7"),),
+            boots=("b1",),
             held=(s.worker_id("backend", "7"),),
             verified=(s.worker_id("backend", "7"),),
             report=REPORT,
