@@ -19,6 +19,7 @@ from rlbus.codec import decode, encode
 from rlbus.errors import BrokenError, ConflictError, DeadlineError, DecodeError, PayloadTooLargeError
 from rlbus.schemas import (
     FleetMark,
+    FleetSnapshot,
     HistoryItem,
     JournalEntry,
     MutationRequest,
@@ -174,10 +175,12 @@ class Journal:
         kept.entry = msgspec.structs.replace(kept.entry, item=item, report=report)
         self._soon(_key(report.op_id))
 
-    def set_version(self, version: Version, rolled_back_from: Version | None) -> None:
-        """The fleet's version is this now."""
-        mark = FleetMark(term=self.term, version=version, rolled_back_from=rolled_back_from)
-        if self.mark is None or (self.mark.version, self.mark.rolled_back_from) != (version, rolled_back_from):
+    def set_version(
+        self, version: Version, rolled_back_from: Version | None, snapshot: FleetSnapshot | None = None
+    ) -> None:
+        """The fleet's version is this now, and `snapshot` what there is of it."""
+        mark = FleetMark(term=self.term, version=version, rolled_back_from=rolled_back_from, snapshot=snapshot)
+        if self.mark is None or msgspec.structs.replace(self.mark, term=self.term) != mark:
             self.mark = mark
             self._soon(VERSION_KEY)
 

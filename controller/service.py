@@ -17,8 +17,10 @@ from rlbus._transport import Message, Subscription
 from rlbus.bus import Bus
 from rlbus.codec import MAX_MESSAGE_BYTES
 from rlbus.controller import admission
+from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.giving_way import GivingWay, is_catch_up
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op, publish, tell_event
@@ -47,6 +49,7 @@ from rlbus.schemas import (
     Hello,
     HistoryView,
     ManifestPage,
+    MutationRequest,
     OpAccepted,
     PauseFleet,
     PutManifestPage,
@@ -56,6 +59,7 @@ from rlbus.schemas import (
     ResumeFleet,
     SenderSignal,
     TensorSpec,
+    TensorSum,
     UpdateWeights,
     Version,
     WaitReady,
@@ -81,16 +85,9 @@ STOP_S = 8.0
 # Refused announcements are logged at most this often, in seconds; all are counted.
 REFUSAL_LOG_S = 10.0
 
+# Name of an op that brings workers to the version that the fleet has.
+CATCH_UP = "catch_up"
 VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions
-# What a worker has to serve for a verb.
-_ROUTE = {
-    PauseFleet: "pause_generation",
-    ResumeFleet: "resume_generation",
-    FlushFleet: "flush_cache",
-    AbortFleet: "abort_request",
-    GetVersions: "get_weight_version",
-    ReloadFleet: "update_weights_from_disk",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +131,10 @@ class Controller:
         self._line = Line(bus, namespace, self.term, self.registry)
         self._desk = Desk(bus, namespace, journal)
         self._waiting = WaitingRoom(self.registry, self.view)
+        self._catch_ups = CatchUps(
+            bus, self.registry, self._desk, lambda request: self._begin_verb(request, Message("", b""), CATCH_UP)
+        )
+        self._giving_way = GivingWay(bus, self._desk, self._on_control)
         self._book = ManifestBook()
         # Pages of the manifest that was used last, cut once.
         self._pages: tuple[ManifestPage, ...] = ()
@@ -146,7 +147,7 @@ class Controller:
         self._succession: Succession | None = None
         if journal is not None:
             self._succession = Succession(
-                journal, bus, namespace, desk=self._desk, line=self._line, on_committed=self._committed
+                journal, bus, namespace, self._desk, self._line, self._catch_ups, on_committed=self._committed
             )
 
     def abandon(self) -> None:
@@ -176,11 +177,14 @@ class Controller:
                 await asyncio.sleep(TICK_S)
                 self._take(self.registry.tick(loop.time()))
                 self._waiting.check()
+                self._giving_way.tick(loop.time())
+                self._catch_ups.tick(loop.time())
                 if self._succession is not None:
                     self._succession.keep_version()
         finally:
             self._waiting.refuse_all(fault(FaultCode.CANCELLED, "the controller is stopping", retryable=True))
             try:
+                await self._catch_ups.aclose()
                 await self._desk.aclose(self._stop_s)
             finally:
                 for subscription in subscriptions:
@@ -190,12 +194,13 @@ class Controller:
     def view(self) -> FleetView:
         """The fleet as it is known now."""
         mutation = self._desk.mutation
-        return self.registry.view(
+        view = self.registry.view(
             asyncio.get_running_loop().time(),
             term=self.term,
             epoch=None if self._group is None else self._group.plan.epoch,
             op_id=None if mutation is None else mutation.op.op_id,
         )
+        return self._catch_ups.explain(view)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +330,7 @@ class Controller:
             running.op.stop(why)
         elif self._waiting.get(request.of_op_id) is not None:
             self._waiting.refuse(request.of_op_id, why)
-        else:
+        elif not self._giving_way.withdraw(request.of_op_id, why):
             what = "has ended" if self._desk.has_ended(request.of_op_id) else "isn't known"
             unknown_op = fault(FaultCode.UNKNOWN_OP, f"op {request.of_op_id} {what}", op_id=request.of_op_id)
             self._refuse(message, request.op_id, unknown_op)
@@ -375,6 +380,8 @@ class Controller:
             return True
         problem = repeat if isinstance(repeat, Fault) else None
         problem = problem or admission.check_deadline(request.deadline_s)
+        if problem is None and is_mutation and self._giving_way.takes_place(request, message):
+            return True
         problem = problem or self._desk.refusal(is_mutation=is_mutation)
         problem = problem or admission.check_target(self.registry, request.target)
         if problem is not None:
@@ -386,13 +393,12 @@ class Controller:
         if self._is_handled(request, message, is_mutation=is_mutation):
             return
         members = self.registry.addressable(request.target)
-        problem = admission.check_route(members, _ROUTE[type(request)])
-        if problem is None and isinstance(request, PauseFleet):
-            problem = admission.check_lease(request.lease_s)
+        problem = admission.check_verb(members, request)
         version = Version()
         if problem is None and isinstance(request, ReloadFleet):
             version = admission.reload_version(self.registry, request)
             problem = admission.check_version(self.registry, members, version, allow_rollback=request.allow_rollback)
+            problem = problem or admission.check_catch_up(self.registry, request, members, version)
         if problem is not None:
             self._refuse(message, request.op_id, problem)
             return
@@ -417,7 +423,7 @@ class Controller:
             case ReloadFleet():
                 report, is_committed = await verb.reload(request, version)
                 if is_committed:
-                    self._committed(version)
+                    self._committed(version, request)
                 return report
             case _:
                 return await verb.plain(request)
@@ -440,8 +446,9 @@ class Controller:
             self._pages_of(request.manifest_digest, tensors),
             self._group,
             self.settings.group_timeout_s,
+            self._catch_ups.expected_sums(request),
         )
-        op = Op(self._bus, self.namespace, request, "update_weights")
+        op = Op(self._bus, self.namespace, request, CATCH_UP if request.is_catch_up else "update_weights")
 
         async def work(running: Running) -> Report:
             return await self._run_update(running, plan)
@@ -453,8 +460,11 @@ class Controller:
             record = self._succession.record(request, op.name, members, held=held, version=version, epoch=epoch)
         self._desk.begin(op, message.reply, work, is_mutation=True, record=record)
 
-    def _committed(self, version: Version) -> None:
+    def _committed(self, version: Version, request: MutationRequest, sums: Sequence[TensorSum] = ()) -> None:
+        if is_catch_up(request):
+            return
         self.registry.committed(version)
+        self._catch_ups.committed(version, request, sums)
         if self._succession is not None:
             self._succession.keep_version()
 
@@ -477,6 +487,6 @@ class Controller:
             for epoch in run.state.epochs:
                 self.registry.saw_epoch(epoch)
             if has_committed(run.state):
-                self._committed(plan.request.version)
+                self._committed(plan.request.version, plan.request, run.state.sums)
         running.op.finish()
         return update_report(state, running.op.timings)

@@ -5,14 +5,23 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rlbus.bus import Bus
+from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.giving_way import is_catch_up
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.takeover import COMMIT_PHASE, TakeOver
 from rlbus.controller.update_state import Stage, UpdateState
-from rlbus.schemas import JournalEntry, Report, Version, WorkerId, split_worker_id
+from rlbus.schemas import (
+    JournalEntry,
+    MutationRequest,
+    Report,
+    Version,
+    WorkerId,
+    split_worker_id,
+)
 
 # What a new leader gives workers to answer its hello before it takes requests: an answer takes milliseconds. It waits
 # for the members of an op that was left behind, up to the second number.
@@ -23,7 +32,7 @@ LOOK_S = 1.0
 class Succession:
     """Reads and writes `journal` for one controller. Called on the loop; only `listen` waits.
 
-    `on_committed` is told the version that a settled op turned out to have given to workers.
+    `on_committed` is told the version that a settled op turned out to have given to workers, and its request.
     """
 
     def __init__(
@@ -31,10 +40,11 @@ class Succession:
         journal: Journal,
         bus: Bus,
         namespace: str,
-        *,
         desk: Desk,
         line: Line,
-        on_committed: Callable[[Version], None],
+        catch_ups: CatchUps,
+        *,
+        on_committed: Callable[[Version, MutationRequest], None],
     ) -> None:
         self.journal = journal
         self._bus = bus
@@ -43,6 +53,7 @@ class Succession:
         self._line = line
         self._registry: Registry = line.registry
         self._on_committed = on_committed
+        self._catch_ups = catch_ups
 
     # -- what was before ----------------------------------------------------------------------------------------------
 
@@ -51,6 +62,7 @@ class Succession:
         mark, entries = self.journal.mark, self.journal.entries
         if mark is not None:
             self._registry.restore(mark.version, mark.rolled_back_from)
+            self._catch_ups.snapshot = mark.snapshot
         for entry in entries:
             self._registry.saw_epoch(entry.item.epoch or 0)
             if entry.report is not None:
@@ -83,8 +95,8 @@ class Succession:
             async with one_at_a_time:
                 report, version = await TakeOver(op, self._line, self._registry, entry).run()
             fleet = self._registry.version
-            if version is not None and (fleet is None or version > fleet):
-                self._on_committed(version)
+            if version is not None and (fleet is None or version >= fleet) and not is_catch_up(entry.request):
+                self._on_committed(version, entry.request)
             return report
 
         self._desk.begin(op, None, work, is_mutation=True)
@@ -121,4 +133,4 @@ class Succession:
     def keep_version(self) -> None:
         """So that the next leader knows it even if no worker lives to tell (SCENARIOS 11)."""
         if self._registry.version is not None:
-            self.journal.set_version(self._registry.version, self._registry.rolled_back_from)
+            self.journal.set_version(self._registry.version, self._registry.rolled_back_from, self._catch_ups.snapshot)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import MAX_ATTEMPTS, in_attempt
 from rlbus.controller.causes import fault
+from rlbus.controller.giving_way import is_catch_up
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive
@@ -164,7 +165,7 @@ class TakeOver:
 
     async def _free(self, *, may_be_old: bool) -> None:
         """Let go whom this op paused, as far as its weights and those of the others allow it."""
-        has_new = any(self._is_at_version(status) for status in self._seen.values())
+        has_new = is_catch_up(self._entry.request) or any(self._is_at_version(s) for s in self._seen.values())
         free: list[WorkerId] = []
         for worker, status in self._seen.items():
             is_served = self._is_at_version(status) or not has_new or may_be_old

@@ -111,6 +111,8 @@ class FleetVerb:
         self._held = frozenset(held)
         # Whom this op has paused and not let go.
         self._holding: set[WorkerId] = set()
+        # Whoever doesn't get the new version stays paused.
+        self._keeps_old = False
         self._book = new_book(self._workers)
         self._loop = asyncio.get_running_loop()
 
@@ -152,7 +154,14 @@ class FleetVerb:
         Everybody looks at the folder before anybody is paused: what one would refuse changes nothing on any.
         Once loading has begun it isn't taken back: there is no half loaded model to go back from. Cancel: as `plain`.
         """
-        check = PrepareReload(path=request.path, version=version, allow_rollback=request.allow_rollback)
+        # Else who stays behind would be let go beside a fleet that has the new version.
+        self._keeps_old = request.is_catch_up
+        check = PrepareReload(
+            path=request.path,
+            version=version,
+            allow_rollback=request.allow_rollback,
+            sums_digest=request.sums_digest,
+        )
         answers = await self._ask("check", "check", check, self._workers)
         self._book.note("check", {w: a for w, a in answers.items() if not a.is_ok})
         if self._is_over():
@@ -177,9 +186,10 @@ class FleetVerb:
         at_version = [*loaded, *late]
         flushed = await self._flush(at_version)
         # Two versions side by side serve nobody: who stayed at the old one goes on only if everybody did.
-        free = [w for w in (flushed if at_version else untouched) if w not in self._held]
-        freed = await self._resume("resume" if at_version else "undo", free)
-        if at_version:
+        has_new = bool(at_version) or self._keeps_old
+        free = [w for w in (flushed if has_new else untouched) if w not in self._held]
+        freed = await self._resume("resume" if has_new else "undo", free)
+        if has_new:
             self._book.note("resume", freed, is_changed=True)
             await self._keep_paused([w for w in untouched if w in self._holding])
         else:
@@ -212,7 +222,10 @@ class FleetVerb:
             self._book.causes.append(self._op.stop_fault)
         undo = to_undo(answers, self._held)
         self._book.undone([w for w, answer in answers.items() if answer.is_ok], "pause")
-        self._note_undo(await self._resume("undo", undo))
+        if self._keeps_old:
+            await self._keep_paused([w for w in undo if w in self._holding])
+        else:
+            self._note_undo(await self._resume("undo", undo))
         if not self._book.causes:
             self._book.causes.append(fault(FaultCode.INTERNAL, "the pause was taken back without a cause"))
 

@@ -139,6 +139,12 @@ from rlbus.schemas.membership import (
     WorkerStatus,
     WorkView,
 )
+from rlbus.schemas.snapshots import (
+    CatchUpTask,
+    FleetSnapshot,
+    SnapshotKind,
+    SnapshotOffer,
+)
 from rlbus.schemas.weights import (
     ManifestPage,
     TensorSpec,
@@ -159,6 +165,7 @@ __all__ = [
     "Body",
     "BootId",
     "CancelOp",
+    "CatchUpTask",
     "ChecksumsData",
     "Command",
     "CommandBody",
@@ -174,6 +181,7 @@ __all__ = [
     "Fault",
     "FaultCode",
     "FleetMark",
+    "FleetSnapshot",
     "FleetView",
     "FlushCache",
     "FlushFleet",
@@ -245,6 +253,8 @@ __all__ = [
     "SendTask",
     "SenderSignal",
     "SenderStep",
+    "SnapshotKind",
+    "SnapshotOffer",
     "StatusData",
     "TOKEN_PATTERN",
     "Target",

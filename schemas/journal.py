@@ -11,6 +11,7 @@ from rlbus.schemas.control import (
     UpdateWeights,
 )
 from rlbus.schemas.ids import WorkerId
+from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
@@ -34,11 +35,15 @@ class JournalEntry(Wire, frozen=True, kw_only=True):
 
 
 class FleetMark(Wire, frozen=True, kw_only=True):
-    """The fleet's version, by the leader of `term`; `rolled_back_from` is the highest one that a rollback left."""
+    """The fleet's version, by the leader of `term`; `rolled_back_from` is the highest one that a rollback left.
+
+    `snapshot` is what can bring a worker to `version`.
+    """
 
     term: int
     version: Version
     rolled_back_from: Version | None = None
+    snapshot: FleetSnapshot | None = None
 
 
 class Lease(Wire, frozen=True, kw_only=True):

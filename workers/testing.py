@@ -222,7 +222,10 @@ async def worker_on_bus(
     instance_id: str = INSTANCE_ID,
     boot: str = "boot",
 ) -> AsyncIterator[Rig]:
-    """A started engine and its agent on a bus in memory; both end with the context. A restart has another `boot`."""
+    """A started engine and its agent on a bus in memory; both end with the context.
+
+    `boot` is what its ids begin with: another one for a process that follows on one with the same instance id.
+    """
     broker = MemoryBroker() if broker is None else broker
     await engine.start()
     worker_bus = Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids(f"{boot}-{instance_id}"))
