@@ -17,7 +17,7 @@ from tests.simulation.truth import TAIL_LEN
 
 # Lines of trace that are shown for a seed that fails.
 NUM_TAIL_LINES = 40
-# Failing seeds whose trace is shown; of the others only the number.
+# Failing seeds whose trace is shown, of the others only the number; and violations that are shown of each.
 NUM_SHOWN = 5
 # Seeds within which each planted bug has to be caught.
 MAX_BUG_SEEDS = 1000
@@ -72,6 +72,7 @@ def _many(args: argparse.Namespace) -> int:
         "faults": _named(counts, "fault "),
         "ops": _named(counts, "op "),
         "leaders": counts["leaders"],
+        "recovered": _named(counts, "recovered "),
         "planted": {name: {"invariant": BUGS[name].invariant, "seed": seed} for name, seed in planted.items()},
     }
     print(json.dumps(summary))
@@ -87,7 +88,7 @@ def _show(run: Run, num_lines: int | None) -> None:
     if num_lines is None or not run.is_ok:
         for at_s, kind, what in lines:
             print(f"{at_s:9.3f}  {kind:32}  {what if num_lines is None else what[:SHOWN_CHARS]}")
-    for violation in run.violations:
+    for violation in run.violations if num_lines is None else run.violations[:NUM_SHOWN]:
         print(f"seed {run.seed}: {violation}")
 
 

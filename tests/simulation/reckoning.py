@@ -61,11 +61,24 @@ def not_recovered(fleet: Fleet) -> list[str]:
     return missing
 
 
-def reckon(fleet: Fleet) -> None:
-    """At the end: the faults are over, and what was to recover had its time."""
-    truth = fleet.truth
+def reckon_recovery(fleet: Fleet) -> None:
+    """The time to recover is over (I3)."""
     for problem in not_recovered(fleet):
-        truth.broken("I3", f"{problem}, {fleet.recovery_s:g} s after the faults")
+        fleet.truth.broken("I3", f"{problem}, {fleet.recovery_s:g} s after the faults")
+
+
+def is_held_by(fleet: Fleet, owner: str) -> bool:
+    """Whether `owner` has paused somebody, as far as the leader knows."""
+    leader = fleet.leader
+    if leader is None or leader.controller is None:
+        return False
+    pauses = [m.status.pause for m in leader.controller.view().members]
+    return any(pause is not None and pause.owner == owner for pause in pauses)
+
+
+def reckon(fleet: Fleet) -> None:
+    """At the end: the faults are over, and what was to recover did."""
+    truth = fleet.truth
     for worker in fleet.workers:
         agent = worker.agent
         if agent is None or agent.state.running is not None:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from unittest.mock import patch
 
+from rlbus.controller import catching_up
 from rlbus.errors import RLBusError
 from tests.simulation.bugs import BUGS, planted
 from tests.simulation.scenario import draw
@@ -18,6 +20,9 @@ from tests.simulation.world import World
 
 # Virtual seconds after which a run that hasn't ended counts as one that never does.
 MAX_RUN_S = 600.0
+# How long a catch-up from disk may take, in seconds: an engine that began to hang in the last moment before the faults
+# ended has to be given up within the time to recover.
+RELOAD_DEADLINE_S = 15.0
 # Seeds that one process takes at a time.
 CHUNK = 25
 
@@ -48,7 +53,8 @@ def simulate(seed: int, bug: str | None = None, *, tail_len: int | None = TAIL_L
     world = World(scenario, truth)
     loop_type = StoppableLoop if scenario.stops else SimulationLoop
     ends: list[Violation] = []
-    with planted(bug), _quiet(), asyncio.Runner(loop_factory=lambda: loop_type(MAX_RUN_S)) as runner:
+    limit = patch.object(catching_up, "RELOAD_DEADLINE_S", RELOAD_DEADLINE_S)
+    with planted(bug), _quiet(), limit, asyncio.Runner(loop_factory=lambda: loop_type(MAX_RUN_S)) as runner:
         try:
             runner.run(world.run())
         except RLBusError as exc:

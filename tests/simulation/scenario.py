@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from rlbus.schemas import OnFailure, SnapshotKind
 from rlbus.testing import Faults
 
 # Virtual seconds in which ops and faults happen.
@@ -87,6 +88,10 @@ _LONG_S = {
 }
 
 
+# What is asked, and how often.
+_VERBS = {"update": 8, "pause": 2, "resume": 3, "flush": 1, "abort": 1, "versions": 1, "reload": 1, "repeat": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Something asked of the fleet at a time. `options` are keyword arguments of the client's or trainer's method."""
@@ -119,6 +124,7 @@ class Scenario:
     # Of the controllers' connections to the store.
     store_faults: Faults
     num_controllers: int
+    snapshot: SnapshotKind
     skews_s: tuple[float, ...]
     asks: tuple[Ask, ...]
     mishaps: tuple[Mishap, ...]
@@ -148,6 +154,7 @@ def draw(seed: int) -> Scenario:
         faults=_draw_faults(rng, kinds),
         store_faults=_draw_store_faults(rng, kinds),
         num_controllers=rng.choice((1, 2, 2)),
+        snapshot=rng.choice((SnapshotKind.MEMORY, SnapshotKind.MEMORY, SnapshotKind.DISK, SnapshotKind.NONE)),
         skews_s=tuple(rng.uniform(-MAX_SKEW_S, MAX_SKEW_S) for _ in range(len(sizes) + 4)),
         asks=_draw_asks(rng),
         mishaps=_draw_mishaps(rng, kinds),
@@ -182,16 +189,21 @@ def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:
 
 def _draw_ask(rng: random.Random, at_s: float) -> Ask:
     verb = rng.choices(
-        ("update", "pause", "resume", "flush", "abort", "versions", "repeat"), weights=(8, 2, 3, 1, 1, 1, 1)
+        ("update", "pause", "resume", "flush", "abort", "versions", "reload", "repeat"),
+        weights=(8, 2, 3, 1, 1, 1, 1, 1),
     )[0]
     options: dict[str, Any] = {"deadline_s": rng.choice((2.0, 6.0, 12.0))}
-    if verb in ("update", "pause"):
-        options["pause_mode" if verb == "update" else "mode"] = rng.choice(("keep", "keep", "wait", "abort"))
+    if verb == "pause":
+        # None: until the operator resumes.
+        options["lease_s"] = rng.choice((None, 2.0, 8.0))
+    if verb in ("update", "pause", "reload"):
+        options["mode" if verb == "pause" else "pause_mode"] = rng.choice(("keep", "keep", "wait", "abort"))
     if verb == "update":
         options |= {
             "stall_s": rng.choice((2.0, 5.0)),
             "reset_prefix_cache": rng.random() < 0.7,
             "require": rng.choice((None, None, None, 1)),
+            "on_failure": rng.choice((OnFailure.RETRY, OnFailure.RETRY, OnFailure.STOP)),
             "goal": rng.choices(("next", "same", "older", "rollback"), weights=(12, 2, 2, 1))[0],
         }
     return Ask(at_s, verb, options, rng.uniform(0.1, 5.0) if rng.random() < 0.1 else None)

@@ -69,6 +69,8 @@ class Truth:
         self.counts: Counter[str] = Counter()
         # Versions that somebody asked to roll back to.
         self.rollbacks: set[Version] = set()
+        # Versions that somebody took from a folder that is no snapshot.
+        self.given: set[Version] = set()
         self._digest = hashlib.blake2b(digest_size=16)
         self._num_begun = 0
         # (worker, update) of every commit.
@@ -134,12 +136,22 @@ class Truth:
         """An engine joins the group of `epoch`."""
         begun = CURRENT.get()
         group = (0 if begun is None else begun.term, epoch)
-        if group < boot.group:
+        if group <= boot.group:
             self.broken("I5", f"{boot.worker} joined group {epoch} of term {group[0]} after {boot.group}")
         boot.group = max(group, boot.group)
 
-    def committed(self, boot: Boot, version: Version, held: Mapping[str, Version], update_op_id: str) -> None:
-        """An engine labels its weights."""
+    def committed(
+        self,
+        boot: Boot,
+        version: Version,
+        held: Mapping[str, Version],
+        update_op_id: str,
+        *,
+        is_given: bool = False,
+    ) -> None:
+        """An engine labels its weights; `is_given`: they are from a folder that no trainer keeps as a snapshot."""
+        if is_given:
+            self.given.add(version)
         self._commits.add((boot.worker, update_op_id))
         wrong = {name: str(v) for name, v in held.items() if v != version}
         if wrong:

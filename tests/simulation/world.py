@@ -12,14 +12,13 @@ from typing import Any
 from rlbus.controller.service import Controller
 from rlbus.errors import RLBusError
 from rlbus.reports import UpdateReport
-from rlbus.schemas import OpStatus, Report, Version
+from rlbus.schemas import OpStatus, Report, SnapshotKind, Version
 from rlbus.transfer.fake import FakeSource
 from tests.simulation import reckoning
 from tests.simulation.leading import ControllerProcess
 from tests.simulation.mishaps import happen
 from tests.simulation.parties import (
-    TENSORS,
-    Fabric,
+    OPERATOR,
     OperatorProcess,
     Process,
     TracedBroker,
@@ -28,13 +27,13 @@ from tests.simulation.parties import (
 )
 from tests.simulation.scenario import ACTIVE_S, Ask, Scenario
 from tests.simulation.truth import Truth
+from tests.simulation.weights import GIVEN, KEPT, TENSORS, Fabric
 
-# The strong form of I3: after the faults the fleet recovers by itself (leases end ownerless pauses, a journal finishes
-# what a controller left, workers that are behind are caught up). False: the harness plays the trainer and the operator
-# who do the next full update and a resume, and only then everybody has to be admitted.
-HEALS_BY_ITSELF = False
-# How long a fleet may take after the faults until it is as I3 says, in virtual seconds.
-RECOVERY_S = 40.0
+# How long a fleet may take after the faults until it is as I3 says, in virtual seconds: a lease of an op (30 s) and the
+# longest wait between two tries of a catch-up (60 s) fit.
+RECOVERY_S = 120.0
+# Part of the runs that heal by themselves in which the trainer then gives one more update.
+NEXT_UPDATE_PART = 0.3
 # How long everything that was begun before may take to end before that, in virtual seconds.
 DRAIN_S = 20.0
 # How often the controllers' views are compared with the truth, in seconds.
@@ -194,6 +193,8 @@ class World:
                 work = self._update(trainer, ask)
             case "repeat":
                 work = self._repeat()
+            case "reload":
+                work = self._reload(ask)
             case _:
                 work = self._verb(ask)
         with (trainer if ask.verb == "update" else self._operator).gate.inside():
@@ -225,6 +226,13 @@ class World:
                 and ask.verb in ("pause", "resume", "flush", "abort")
             ):
                 self._last = (report, ask, controller)
+
+    async def _reload(self, ask: Ask) -> None:
+        """The operator gives the fleet the next version from a folder."""
+        version, _ = self._goal("next")
+        path = f"{GIVEN}/{version}"
+        self._fabric.folders[path] = version
+        await self._verb(Ask(ask.at_s, "reload", ask.options | {"path": path, "version": version}))
 
     async def _repeat(self) -> None:
         """Ask for the last op once more, under its own op_id."""
@@ -282,15 +290,38 @@ class World:
         await asyncio.sleep(DRAIN_S)
 
     async def _recover(self) -> None:
+        """First nobody does anything, if there is a snapshot to catch up from; then the trainer goes on."""
+        if self._heals_by_itself():
+            self.truth.count("recovered by itself")
+            await self._until_recovered()
+        if not self._heals_by_itself() or self._rng.random() < NEXT_UPDATE_PART:
+            self.truth.count("recovered by the next update")
+            await self._next_update()
+            await self._until_recovered()
+
+    def _heals_by_itself(self) -> bool:
+        """Whether the fleet's version is kept by somebody who is there."""
+        version = None if self._controller is None else self._controller.registry.version
+        if version is None or version in self.truth.given:
+            return False
+        if self.scenario.snapshot is SnapshotKind.DISK:
+            return f"{KEPT}/{version}" in self._fabric.folders
+        return self.trainer.kept.get(version) is not None
+
+    async def _until_recovered(self) -> None:
         until_s = self.truth.now_s + RECOVERY_S
-        if not HEALS_BY_ITSELF:
-            await self._next_update(until_s)
-            await self._verb(Ask(self.truth.now_s, "resume", {"deadline_s": 10.0}))
-        while self.truth.now_s < until_s and reckoning.not_recovered(self):  # noqa: ASYNC110 - no event tells it
+        while reckoning.not_recovered(self):
+            if self.truth.now_s >= until_s:
+                reckoning.reckon_recovery(self)
+                return
+            if reckoning.is_held_by(self, OPERATOR):
+                # Its owner lives, and does what owners do.
+                await self._verb(Ask(self.truth.now_s, "resume", {"deadline_s": 10.0}))
             await asyncio.sleep(LOOK_S)
 
-    async def _next_update(self, until_s: float) -> None:
+    async def _next_update(self) -> None:
         """The trainer goes on with the next step until one succeeds."""
+        until_s = self.truth.now_s + RECOVERY_S
         while self.truth.now_s < until_s:
             self._last_step += 1
             report = await self._update_to(self._trainer, Version(step=self._last_step), deadline_s=30.0, stall_s=5.0)

@@ -209,7 +209,7 @@ class FakeEngine:
         """See `Engine`."""
         await self._play("check_checkpoint")
         try:
-            _read_checkpoint(path)
+            self._read(path)
         except (OSError, ValueError, TypeError) as exc:
             raise refused(FaultCode.MANIFEST_MISMATCH, f"{path}: {type(exc).__name__}", path=path) from exc
 
@@ -218,7 +218,7 @@ class FakeEngine:
         step = self._note("load_weights")
         await asyncio.sleep(step.latency_s)
         try:
-            content = _read_checkpoint(path)
+            content = self._read(path)
         except (OSError, ValueError, TypeError) as exc:
             raise UpdateFailedError(_failed(f"{path}: {type(exc).__name__}"), weights_touched=False) from exc
         for index, spec in enumerate(self.tensors):
@@ -255,6 +255,10 @@ class FakeEngine:
         return len(set(self.held.values())) > 1
 
     # --- within
+
+    def _read(self, path: str) -> Version:
+        """What `save` wrote."""
+        return Version(**json.loads((Path(path) / CHECKPOINT).read_text()))
 
     def _note(self, verb: str) -> Step:
         """Count a call; the step that is scripted for it."""
@@ -360,11 +364,6 @@ class FakeEngine:
         if spec.name == wrong:
             checksum = "0" * 15 + ("1" if checksum[-1] == "0" else "0")
         return TensorSum(name=spec.name, checksum=checksum)
-
-
-def _read_checkpoint(path: str) -> Version:
-    """What `FakeEngine.save` wrote."""
-    return Version(**json.loads((Path(path) / CHECKPOINT).read_text()))
 
 
 def _claim(step: Step, is_touched: bool) -> bool:
