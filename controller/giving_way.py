@@ -5,7 +5,8 @@ A catch-up is the controller's own idea, so nobody is ever told `busy` because o
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlbus._transport import Message
@@ -13,7 +14,8 @@ from rlbus.bus import Bus
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Running
 from rlbus.controller.op import publish
-from rlbus.schemas import Fault, FaultCode, OpAccepted, OpProgress, Refusal, ReloadFleet, UpdateWeights
+from rlbus.controller.registry import Member
+from rlbus.schemas import Fault, FaultCode, OpAccepted, OpProgress, Refusal, ReloadFleet, Target, UpdateWeights
 
 _log = logging.getLogger("rlbus.controller")
 
@@ -22,6 +24,8 @@ _log = logging.getLogger("rlbus.controller")
 GIVE_WAY_S = 10.0
 # Requests that wait at the same time; one more is refused as busy.
 MAX_WAITING = 32
+# Dropped catch-ups that are remembered, for who is still at one.
+MAX_DROPPED = 16
 # Between two signs of life to who waits. Source: clients ask again after 5 s without one (rlbus._conversation).
 TELL_S = 1.0
 
@@ -41,6 +45,8 @@ class GivingWay:
         # By op id, in the order in which they came.
         self._waiting: dict[str, tuple[Any, Message]] = {}
         self._stopping: Running | None = None
+        # Catch-ups that were dropped, the newest last.
+        self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
         self._drop_at_s = 0.0
         self._tell_at_s = 0.0
 
@@ -66,6 +72,19 @@ class GivingWay:
             publish(self._bus, waited[1].reply, Refusal(op_id=op_id, fault=why))
         return waited is not None
 
+    def without_stuck(self, members: Sequence[Member], target: Target) -> tuple[Member, ...]:
+        """Whom an update addresses: not those that are still at a catch-up that was dropped, unless they are named.
+
+        An engine that loads a folder can't be stopped, and would refuse the update for everybody. It is caught up
+        again when it is done.
+        """
+        free = [m for m in members if m.worker in (target.workers or ()) or not self._is_stuck(m)]
+        return tuple(free or members)
+
+    def _is_stuck(self, member: Member) -> bool:
+        op_id = member.status.op_id
+        return op_id is not None and any(op_id.startswith(dropped) for dropped in self._dropped)
+
     def tick(self, now_s: float) -> None:
         """Tell those that wait; drop a catch-up that doesn't end."""
         if self._stopping is None:
@@ -74,6 +93,7 @@ class GivingWay:
             op_id = self._stopping.op.op_id
             why = fault(FaultCode.CANCELLED, f"it didn't end within {GIVE_WAY_S:g} s after it was told to")
             _log.error("op %s: %s", op_id, why.message)
+            self._dropped.append(op_id)
             self._desk.drop(op_id, why)
         if now_s >= self._tell_at_s:
             self._tell_at_s = now_s + TELL_S

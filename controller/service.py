@@ -431,7 +431,7 @@ class Controller:
     def _begin_update(self, request: UpdateWeights, message: Message) -> None:
         if self._is_handled(request, message, is_mutation=True):
             return
-        members = self.registry.addressable(request.target)
+        members = self._giving_way.without_stuck(self.registry.addressable(request.target), request.target)
         tensors = self._book.get(request.manifest_digest)
         problem = admission.check_update(self.registry, request, members, tensors)
         if problem is not None:

@@ -33,6 +33,8 @@ DTYPES = {
     "C64": "complex64",
 }
 LENGTH = struct.Struct("<Q")
+# Source: safetensors' own limit of a header.
+MAX_HEADER_BYTES = 100_000_000
 _SPELLED = {ours: theirs for theirs, ours in DTYPES.items()}
 # Tensors begin at multiples of it in files that safetensors itself writes.
 _ALIGN_BYTES = 8

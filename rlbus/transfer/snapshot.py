@@ -113,7 +113,9 @@ def remove_others(folder: Path, keep: Collection[Version]) -> None:
     """Remove what recordings of any process left in `folder`, except those of `keep`. Nothing else is touched."""
     names = {str(version) for version in keep}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _NAME.fullmatch(path.name) and path.name not in names and {f.name for f in path.iterdir()} <= {FILE}:
+        if not path.is_dir() or not _NAME.fullmatch(path.name) or path.name in names:
+            continue
+        if {file.name for file in path.iterdir()} <= {FILE}:
             shutil.rmtree(path, ignore_errors=True)
 
 

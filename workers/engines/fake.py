@@ -213,6 +213,12 @@ class FakeEngine:
         except (OSError, ValueError, TypeError) as exc:
             raise refused(FaultCode.MANIFEST_MISMATCH, f"{path}: {type(exc).__name__}", path=path) from exc
 
+    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
+        """See `Engine`. Those of a transfer of the same version."""
+        await self._play("checkpoint_sums")
+        content = _read_checkpoint(path)
+        return tuple(TensorSum(name=t.name, checksum=fake_sum(t.name, content, t.shape)) for t in self.tensors)
+
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. Reads what `save` wrote."""
         step = self._note("load_weights")

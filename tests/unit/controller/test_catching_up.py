@@ -196,6 +196,24 @@ def test_a_worker_that_an_update_left_paused_at_the_old_version_is_caught_up_and
     play([worker(1), worker(2, {"receive_weights": {2: untouched}})], scenario, snapshots=memory())
 
 
+def test_a_worker_left_paused_is_never_let_go_at_the_old_version() -> None:
+    """The first catch-up fails before its first byte: others have the new version, so it stays paused for the next."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.update(6)
+        assert outcomes(await scene.update(7)) == {"1": "ok", "2": "failed"}
+        seen: set[tuple[Generation, Version | None]] = set()
+        async with asyncio.timeout(20.0):
+            while not (member := (await scene.fleet.members())[w(2)]).admitted:
+                seen.add((member.status.generation, member.status.weights.version))
+                await asyncio.sleep(0.01)
+        assert (Generation.PAUSED, V6) in seen
+        assert (RUNNING, V6) not in seen
+
+    untouched = failing(after_parts=0)
+    play([worker(1), worker(2, {"receive_weights": {2: untouched, 3: untouched}})], scenario, snapshots=memory())
+
+
 def test_a_worker_that_a_person_holds_is_caught_up_and_stays_paused() -> None:
     """Weights are the controller's, the pause is that person's."""
 
