@@ -1,6 +1,6 @@
 """A controller process of a simulated run: it leads when it gets the lease, and stands by when it doesn't."""
 
-from rlbus._memory import MemoryTransport
+from rlbus._memory import NO_FAULTS, MemoryTransport
 from rlbus.bus import Bus
 from rlbus.codec import decode
 from rlbus.controller.leader import LEASE_KEY
@@ -73,7 +73,7 @@ class ControllerProcess(Process):
     def calm(self) -> None:
         """See Process."""
         super().calm()
-        self.store.faults = type(self.store.faults)()
+        self.store.faults = NO_FAULTS
         self._broker.heal(self.store)
         if self.is_running:
             self._broker.reconnect(self.store)

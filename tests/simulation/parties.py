@@ -72,7 +72,7 @@ def counted(transport: MemoryTransport, truth: Truth) -> None:
 
     def drawn(subject: str, *, outgoing: bool) -> list[float]:
         dues_s = draw(subject, outgoing=outgoing)
-        if transport.faults == NO_FAULTS:
+        if transport.faults is NO_FAULTS:
             return dues_s
         if not dues_s:
             truth.count("fault drop")
@@ -145,7 +145,7 @@ class Process:
     def calm(self) -> None:
         """The faults end: it runs, messages arrive, and the connection stands."""
         self.gate.open()
-        self.transport.faults = type(self.transport.faults)()
+        self.transport.faults = NO_FAULTS
         self._broker.heal(self.transport)
         if self.is_running:
             self._broker.reconnect(self.transport)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from unittest.mock import patch
 
-from rlbus.controller import catching_up
+from rlbus.controller import catching_up, leader
 from rlbus.errors import RLBusError
 from tests.simulation.bugs import BUGS, planted
 from tests.simulation.scenario import draw
@@ -23,6 +23,8 @@ MAX_RUN_S = 600.0
 # How long a catch-up from disk may take, in seconds: an engine that began to hang in the last moment before the faults
 # ended has to be given up within the time to recover.
 RELOAD_DEADLINE_S = 15.0
+# How often a standby looks for the lease, in seconds: rarer than it does, since that is what a run does most of.
+POLL_S = 0.6
 # Seeds that one process takes at a time.
 CHUNK = 25
 
@@ -53,8 +55,7 @@ def simulate(seed: int, bug: str | None = None, *, tail_len: int | None = TAIL_L
     world = World(scenario, truth)
     loop_type = StoppableLoop if scenario.stops else SimulationLoop
     ends: list[Violation] = []
-    limit = patch.object(catching_up, "RELOAD_DEADLINE_S", RELOAD_DEADLINE_S)
-    with planted(bug), _quiet(), limit, asyncio.Runner(loop_factory=lambda: loop_type(MAX_RUN_S)) as runner:
+    with planted(bug), _quiet(), _scaled(), asyncio.Runner(loop_factory=lambda: loop_type(MAX_RUN_S)) as runner:
         try:
             runner.run(world.run())
         except RLBusError as exc:
@@ -63,6 +64,13 @@ def simulate(seed: int, bug: str | None = None, *, tail_len: int | None = TAIL_L
         violations, digest, tail = (*truth.violations, *ends), truth.digest, tuple(truth.tail)
         num_messages, num_tokens, counts = truth.num_messages, truth.num_tokens, truth.counts.copy()
     return Run(seed, violations, digest, tail, num_messages, num_tokens, counts)
+
+
+@contextlib.contextmanager
+def _scaled() -> Iterator[None]:
+    """Times of rlbus that aren't settings, as the simulation needs them."""
+    with patch.object(catching_up, "RELOAD_DEADLINE_S", RELOAD_DEADLINE_S), patch.object(leader, "POLL_S", POLL_S):
+        yield
 
 
 @contextlib.contextmanager

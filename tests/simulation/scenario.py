@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from rlbus._memory import NO_FAULTS
 from rlbus.schemas import OnFailure, SnapshotKind
 from rlbus.testing import Faults
 
@@ -164,18 +165,20 @@ def draw(seed: int) -> Scenario:
 
 
 def _draw_faults(rng: random.Random, kinds: frozenset[str]) -> Faults:
-    return Faults(
+    faults = Faults(
         drop=rng.choice((0.01, 0.05, 0.15)) if "drop" in kinds else 0.0,
         duplicate=rng.choice((0.05, 0.3)) if "duplicate" in kinds else 0.0,
         reorder=rng.choice((0.05, 0.3)) if "reorder" in kinds else 0.0,
         delay_s=(0.0, rng.choice((0.01, 0.1, 0.6))) if "delay" in kinds else (0.0, 0.0),
     )
+    return NO_FAULTS if faults == NO_FAULTS else faults
 
 
 def _draw_store_faults(rng: random.Random, kinds: frozenset[str]) -> Faults:
     """Calls of the store that are lost on their way, or done and not confirmed. Too many, and nobody ever leads."""
     delay_s = (0.0, rng.choice((0.01, 0.1, 0.3))) if "delay" in kinds else (0.0, 0.0)
-    return Faults(drop=rng.choice((0.02, 0.1, 0.3)) if "store-drop" in kinds else 0.0, delay_s=delay_s)
+    faults = Faults(drop=rng.choice((0.02, 0.1, 0.3)) if "store-drop" in kinds else 0.0, delay_s=delay_s)
+    return NO_FAULTS if faults == NO_FAULTS else faults
 
 
 def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:
