@@ -15,7 +15,7 @@ from rlbus.controller.causes import fault, named
 from rlbus.controller.leases import LEASE_S, keep, renewing
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import PROGRESS_S, Op
-from rlbus.controller.op_ids import PAUSE_STEP, derive
+from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.report import verb_report
 from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import (
@@ -173,7 +173,8 @@ class FleetVerb:
     async def _reload(self, request: ReloadFleet, version: Version) -> tuple[Report, bool]:
         began_s = self._loop.time()
         running = tuple(w for w in self._workers if w not in self._held)
-        pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, lease_s=LEASE_S)
+        owner = derive(self._op.op_id, PAUSE_STEP)
+        pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, owner=owner, lease_s=LEASE_S)
         await self._pause_all(pause, running)
         if self._is_over():
             self._op.timings.paused_s = self._loop.time() - began_s
@@ -328,7 +329,7 @@ class FleetVerb:
                 await self._line.ask(
                     body,
                     workers,
-                    op_id=derive(self._op.op_id, step),
+                    op_id=derive_step(self._op.op_id, self._line.term, step),
                     limits=limits,
                     on_outcome=on_outcome,  # type: ignore[arg-type]
                 )
