@@ -34,6 +34,8 @@ READY_S = 300.0
 UPDATE_S = 60.0
 # Before something is tried again.
 RETRY_S = 0.5
+# How long an engine that failed gets no rollouts: a dead one is known as such by then, and not admitted.
+SHUN_S = 15.0
 T = TypeVar("T")
 
 
@@ -92,6 +94,27 @@ def update(trainer: rlbus.Trainer, model: LanguageModel, step: int) -> UpdateRep
     if report.report.status is not OpStatus.PARTIAL and trainer.status().version != report.version:
         report.raise_for_status()
     return report
+
+
+class Sampler:
+    """Rollouts by whoever is admitted. One that failed is left out for a while: it may be dead, and not known to be."""
+
+    def __init__(self, trainer: rlbus.Trainer, rollouts: Rollouts) -> None:
+        self._trainer = trainer
+        self._rollouts = rollouts
+        # Until when, by worker, in seconds of the monotonic clock.
+        self._shunned: dict[str, float] = {}
+
+    def sample(self, prompts: Sequence[tuple[int, ...]]) -> list[list[Sample]]:
+        """One batch, a group per prompt. Raises BrokenError: an engine failed, or there is none; to be tried again."""
+        endpoints = admitted(self._trainer)
+        now_s = time.monotonic()
+        fine = [e for e in endpoints if self._shunned.get(e.worker, 0.0) <= now_s]
+        try:
+            return self._rollouts.sample(fine or endpoints, prompts, SAMPLES_PER_PROMPT, COMPLETION_TOKENS)
+        except BrokenError as exc:
+            self._shunned[exc.what] = time.monotonic() + SHUN_S
+            raise
 
 
 class Probe:
@@ -163,12 +186,9 @@ def train(args: argparse.Namespace) -> None:
         emit(Ready(workers=tuple(e.worker for e in endpoints)))
         with Rollouts(2 * args.workers) as rollouts:
             probe = Probe(rollouts, model, prompts[0])
-
-            def sample() -> list[list[Sample]]:
-                return rollouts.sample(admitted(trainer), prompts, SAMPLES_PER_PROMPT, COMPLETION_TOKENS)
-
+            sampler = Sampler(trainer, rollouts)
             for step in range(1, args.updates + 1):
-                groups = persist(sample)
+                groups = persist(partial(sampler.sample, prompts))
                 rewards = [s.reward for group in groups for s in group]
                 learner.step(groups)
                 report = persist(partial(update, trainer, model, step))
