@@ -468,6 +468,13 @@ class Controller:
         if self._succession is not None:
             self._succession.keep_version()
 
+    def _is_known_only(self, version: Version) -> bool:
+        """Whether the fleet is at `version` by the word of workers alone, some of which may be gone: then an op to it
+        did commit it, though no answer says so, and what the trainer keeps of it is the snapshot of it.
+        """
+        snapshot = self._catch_ups.snapshot
+        return self.registry.version == version and (snapshot is None or snapshot.version != version)
+
     def _pages_of(self, digest: str, tensors: Sequence[TensorSpec]) -> tuple[ManifestPage, ...]:
         if not self._pages or self._pages[0].digest != digest:
             self._pages = pages(tensors, PAGE_BYTES)
@@ -486,7 +493,7 @@ class Controller:
             self._group = standing_group(run.state)
             for epoch in run.state.epochs:
                 self.registry.saw_epoch(epoch)
-            if has_committed(run.state):
+            if has_committed(run.state) or self._is_known_only(plan.request.version):
                 self._committed(plan.request.version, plan.request, run.state.sums)
         running.op.finish()
         return update_report(state, running.op.timings)

@@ -94,7 +94,9 @@ class Succession:
         async def work(_: Running) -> Report:
             async with one_at_a_time:
                 report, version = await TakeOver(op, self._line, self._registry, entry).run()
-            fleet = self._registry.version
+            fleet, known = self._registry.version, self._catch_ups.snapshot
+            if fleet is not None and fleet == entry.item.version and (known is None or known.version != fleet):
+                version = fleet  # somebody said that it had it, and is gone since
             if version is not None and (fleet is None or version >= fleet) and not is_catch_up(entry.request):
                 self._on_committed(version, entry.request)
             return report
