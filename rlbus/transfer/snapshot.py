@@ -1,10 +1,15 @@
-"""Recordings of what was sent: a copy in host memory, or a safetensors folder. See `rlbus._snapshots`."""
+"""Recordings of what was sent: a copy in host memory, or a safetensors folder; and the checksums of such a file.
 
+See `rlbus._snapshots`.
+"""
+
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,15 +17,18 @@ import torch
 from torch import Tensor
 
 from rlbus.errors import TransferError
-from rlbus.schemas import TensorSpec, Version
+from rlbus.schemas import TensorSpec, TensorSum, Version
+from rlbus.transfer.checksum import RunningChecksum
 from rlbus.transfer.flat import byte_view, copy_bytes, new_row
-from rlbus.transfer.folder import header_of
+from rlbus.transfer.folder import LENGTH, MAX_HEADER_BYTES, header_of
 from rlbus.transfer.manifest import num_bytes
 
 FILE = "model.safetensors"
 # A folder of this kind: a version, or one that is being written.
 _NAME = re.compile(r"[0-9]+\.[0-9]+(\.[0-9a-f]{8}\.tmp)?")
 CPU = torch.device("cpu")
+# What is read of a file at once.
+CHUNK_BYTES = 4 * 1024 * 1024
 
 
 class MemoryRecording:
@@ -134,3 +142,32 @@ def _host_row(tensor: Tensor) -> Tensor:
     """Its bytes on the CPU: a view where that is possible."""
     flat = byte_view(tensor) if tensor.device == CPU else None
     return byte_view(host_copy(tensor)) if flat is None else flat  # type: ignore[return-value]
+
+
+def file_sums(file: BufferedReader) -> list[TensorSum]:
+    """The checksum of every tensor of a safetensors file, in the order of its header. Blocks: reads all, in parts.
+
+    Raises: ValueError, struct.error, KeyError, TypeError, AttributeError: it is none, or not complete. OSError.
+    """
+    (length,) = LENGTH.unpack(file.read(LENGTH.size))
+    if length > MAX_HEADER_BYTES:
+        raise ValueError("its header has no such length")
+    header = json.loads(file.read(length))
+    begin = LENGTH.size + length
+    row = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=CPU)
+    sums: list[TensorSum] = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        first, end = (int(offset) for offset in entry["data_offsets"])
+        file.seek(begin + first)
+        running = RunningChecksum(CPU)
+        left = end - first
+        while left > 0:
+            part = row[: min(left, CHUNK_BYTES)]
+            if file.readinto(part.numpy().data) != part.numel():
+                raise ValueError(f"it ends within tensor {name!r}")
+            running.update(part)
+            left -= part.numel()
+        sums.append(TensorSum(name=name, checksum=running.hexdigest()))
+    return sums

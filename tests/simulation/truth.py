@@ -71,6 +71,8 @@ class Truth:
         self.rollbacks: set[Version] = set()
         # Versions that somebody took from a folder that is no snapshot.
         self.given: set[Version] = set()
+        # By version, the updates that some engine took it in.
+        self.committed_by: dict[Version, set[str]] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self._num_begun = 0
         # (worker, update) of every commit.
@@ -153,6 +155,7 @@ class Truth:
         if is_given:
             self.given.add(version)
         self._commits.add((boot.worker, update_op_id))
+        self.committed_by.setdefault(version, set()).add(update_op_id)
         wrong = {name: str(v) for name, v in held.items() if v != version}
         if wrong:
             self.broken("I2", f"{boot.worker} labelled weights as {version} that are {wrong}")

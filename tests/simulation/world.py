@@ -306,7 +306,9 @@ class World:
             return False
         if self.scenario.snapshot is SnapshotKind.DISK:
             return f"{KEPT}/{version}" in self._fabric.folders
-        return self.trainer.kept.get(version) is not None
+        kept = self.trainer.kept.get(version)
+        # One that it tried to send and that nobody took is nobody's snapshot.
+        return kept is not None and kept.request.op_id in self.truth.committed_by.get(version, ())
 
     async def _until_recovered(self) -> None:
         until_s = self.truth.now_s + RECOVERY_S
