@@ -17,6 +17,7 @@ from rlbus.controller.update_state import Stage, UpdateState
 from rlbus.schemas import (
     JournalEntry,
     MutationRequest,
+    Outcome,
     Report,
     Version,
     WorkerId,
@@ -67,8 +68,19 @@ class Succession:
             self._registry.saw_epoch(entry.item.epoch or 0)
             if entry.report is not None:
                 self._desk.remember(entry.request, entry.report)
+                self._recall_version(entry, entry.report)
         members = self._left_members().union(*(entry.members for entry in entries[-1:]))
         return tuple(sorted({split_worker_id(worker)[0] for worker in members}))
+
+    def _recall_version(self, entry: JournalEntry, report: Report) -> None:
+        """The leader before wrote down that an op ended, and died before it wrote down the version that it gave."""
+        version, mark = entry.item.version, self.journal.mark
+        known = None if mark is None else max(mark.version, mark.rolled_back_from or mark.version)
+        is_done = any(o.outcome is Outcome.OK for o in report.outcomes)
+        if version is None or not is_done or is_catch_up(entry.request) or (known is not None and version <= known):
+            return
+        self._registry.restore(version, None)
+        self._catch_ups.committed(version, entry.request)
 
     async def listen(self) -> None:
         """Give the workers time to answer the hello, or the first request would find nobody. Cancel: leaves nothing."""

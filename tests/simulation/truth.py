@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from rlbus.controller.takeover import PHASE
 from rlbus.schemas import Outcome, Report, Version, WorkerId
 
 # What is kept of a run's trace, in messages and notes.
@@ -77,6 +78,8 @@ class Truth:
         self._num_begun = 0
         # (worker, update) of every commit.
         self._commits: set[tuple[str, str]] = set()
+        # (worker, version) of every commit.
+        self._taken: set[tuple[str, Version | None]] = set()
 
     @property
     def now_s(self) -> float:
@@ -155,6 +158,7 @@ class Truth:
         if is_given:
             self.given.add(version)
         self._commits.add((boot.worker, update_op_id))
+        self._taken.add((boot.worker, version))
         self.committed_by.setdefault(version, set()).add(update_op_id)
         wrong = {name: str(v) for name, v in held.items() if v != version}
         if wrong:
@@ -185,7 +189,9 @@ class Truth:
             return
         for outcome in report.outcomes:
             has_it = any(w == outcome.worker and _is_of(report.op_id, op_id) for w, op_id in self._commits)
-            if outcome.outcome is Outcome.OK and not has_it:
+            # Who takes an op over sees what a worker has, and not in which op it took that.
+            is_seen = outcome.phase == PHASE and (outcome.worker, report.version) in self._taken
+            if outcome.outcome is Outcome.OK and not (has_it or is_seen):
                 self.broken("I4", f"{report.op_id} is ok on {outcome.worker}, which committed nothing for it")
             if outcome.outcome in (Outcome.REFUSED, Outcome.UNDONE, Outcome.SKIPPED) and has_it:
                 self.broken("I4", f"{report.op_id} is {outcome.outcome.value} on {outcome.worker}, which committed it")

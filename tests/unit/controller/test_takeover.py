@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rlbus.bus import Bus
-from rlbus.schemas import CommitWeights, FaultCode, OpStatus
+from rlbus.schemas import CommitWeights, FaultCode, OpStatus, Version
 from rlbus.testing import LoopClock, MemoryTransport
 from rlbus.workers.agent import Agent
 from rlbus.workers.engines.fake import FakeEngine
@@ -14,6 +14,23 @@ from tests.unit.controller.failover_stage import Stage, play
 from tests.unit.controller.scene import outcomes, worker
 
 pytestmark = pytest.mark.unit
+
+
+def test_a_version_is_known_though_its_leader_died_between_the_ops_end_and_the_mark() -> None:
+    """The store has the op's report and no version; nobody who took it lives to tell."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.update(7)).status is OpStatus.OK
+        await asyncio.sleep(0.5)
+        del stage.broker.buckets["state"].kept["version"]
+        transport = stage.workers[0].worker_bus.transport
+        assert isinstance(transport, MemoryTransport)
+        stage.broker.partition(transport)
+        stage.kill(stage.processes[0])
+        await stage.leader()
+        assert (await stage.client.status()).version == Version(step=7)
+
+    play([worker(1)], scenario)
 
 
 def test_a_member_that_was_restarted_meanwhile_is_reported_as_lost_and_not_as_undone() -> None:
