@@ -17,6 +17,7 @@ from rlbus.controller.update_state import Stage, UpdateState
 from rlbus.schemas import (
     JournalEntry,
     MutationRequest,
+    OpStatus,
     Outcome,
     Report,
     Version,
@@ -147,4 +148,19 @@ class Succession:
     def keep_version(self) -> None:
         """So that the next leader knows it even if no worker lives to tell (SCENARIOS 11)."""
         if self._registry.version is not None:
+            self._find_snapshot(self._registry.version)
             self.journal.set_version(self._registry.version, self._registry.rolled_back_from, self._catch_ups.snapshot)
+
+    def _find_snapshot(self, version: Version) -> None:
+        """Workers said that they have `version`, and whoever gave it to them could not say so: the op that did is in the
+        journal, and what the trainer keeps of it is the snapshot.
+        """
+        known = self._catch_ups.snapshot
+        if known is not None and known.version == version:
+            return
+        given = [e for e in self.journal.entries if e.item.version == version and not is_catch_up(e.request)]
+        given = [e for e in given if e.item.status is not OpStatus.REFUSED]
+        # The one that says so itself; else the newest.
+        given.sort(key=lambda e: e.report is not None and any(o.outcome is Outcome.OK for o in e.report.outcomes))
+        if given:
+            self._catch_ups.committed(version, given[-1].request)

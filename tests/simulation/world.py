@@ -32,6 +32,8 @@ from tests.simulation.weights import GIVEN, KEPT, TENSORS, Fabric
 # How long a fleet may take after the faults until it is as I3 says, in virtual seconds: a lease of an op (30 s) and the
 # longest wait between two tries of a catch-up (60 s) fit.
 RECOVERY_S = 120.0
+# How often the operator resumes what it holds, in seconds. Each time it takes the place of a catch-up that runs.
+RESUME_S = 15.0
 # Part of the runs that heal by themselves in which the trainer then gives one more update.
 NEXT_UPDATE_PART = 0.3
 # How long everything that was begun before may take to end before that, in virtual seconds.
@@ -311,14 +313,15 @@ class World:
         return kept is not None and kept.request.op_id in self.truth.committed_by.get(version, ())
 
     async def _until_recovered(self) -> None:
-        until_s = self.truth.now_s + RECOVERY_S
+        until_s, resume_s = self.truth.now_s + RECOVERY_S, self.truth.now_s
         while reckoning.not_recovered(self):
             if self.truth.now_s >= until_s:
                 reckoning.reckon_recovery(self)
                 return
-            if reckoning.is_held_by(self, OPERATOR):
+            if self.truth.now_s >= resume_s and reckoning.is_held_by(self, OPERATOR):
                 # Its owner lives, and does what owners do.
                 await self._verb(Ask(self.truth.now_s, "resume", {"deadline_s": 10.0}))
+                resume_s = self.truth.now_s + RESUME_S
             await asyncio.sleep(LOOK_S)
 
     async def _next_update(self) -> None:
