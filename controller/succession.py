@@ -152,7 +152,7 @@ class Succession:
             self.journal.set_version(self._registry.version, self._registry.rolled_back_from, self._catch_ups.snapshot)
 
     def _find_snapshot(self, version: Version) -> None:
-        """Workers said that they have `version`, and whoever gave it to them could not say so: the op that did is in the
+        """Workers said that they have `version`, and whoever gave it to them could not: the op that did is in the
         journal, and what the trainer keeps of it is the snapshot.
         """
         known = self._catch_ups.snapshot
