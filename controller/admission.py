@@ -11,11 +11,17 @@ from rlbus.controller.registry import Member, Registry
 from rlbus.controller.update_state import Candidate, Group, Plan
 from rlbus.errors import ManifestError
 from rlbus.schemas import (
+    AbortFleet,
     Fault,
     FaultCode,
+    FlushFleet,
     Generation,
+    GetVersions,
     ManifestPage,
+    PauseFleet,
     ReloadFleet,
+    Request,
+    ResumeFleet,
     Target,
     TensorSpec,
     UpdateWeights,
@@ -30,8 +36,16 @@ from rlbus.transfer.manifest import num_bytes
 
 # Largest deadline that a request may ask for, in seconds: nothing here waits for longer than a day.
 MAX_DEADLINE_S = 86_400.0
-# What a worker must serve to take part in an update.
+# What a worker must serve to take part in an update, and for a verb.
 UPDATE_ROUTE = "update_weights_from_distributed"
+_ROUTE: dict[type[Request], str] = {
+    PauseFleet: "pause_generation",
+    ResumeFleet: "resume_generation",
+    FlushFleet: "flush_cache",
+    AbortFleet: "abort_request",
+    GetVersions: "get_weight_version",
+    ReloadFleet: "update_weights_from_disk",
+}
 
 
 def check_deadline(deadline_s: float) -> Fault | None:
@@ -72,6 +86,12 @@ def check_route(members: Sequence[Member], route: str) -> Fault | None:
     return None
 
 
+def check_verb(members: Sequence[Member], request: Request) -> Fault | None:
+    """Whether everybody serves this verb, and whether a pause can have its lease."""
+    problem = check_route(members, _ROUTE[type(request)])
+    return check_lease(request.lease_s) if problem is None and isinstance(request, PauseFleet) else problem
+
+
 def check_version(
     registry: Registry, members: Sequence[Member], version: Version, *, allow_rollback: bool
 ) -> Fault | None:
@@ -95,6 +115,19 @@ def check_version(
     )
 
 
+def check_catch_up(
+    registry: Registry, request: UpdateWeights | ReloadFleet, members: Sequence[Member], version: Version
+) -> Fault | None:
+    """Whether a catch-up is one: the fleet's own version, for named workers that don't have it."""
+    if not request.is_catch_up:
+        return None
+    fleet = registry.version
+    if version != fleet or request.target.workers is None or any(_is_clean_at(m, version) for m in members):
+        message = f"no catch-up to {version}: the fleet is at {fleet}, or a worker has it, or none is named"
+        return fault(FaultCode.VERSION_REGRESSION, message, version=version, fleet=fleet)
+    return None
+
+
 def check_update(
     registry: Registry, request: UpdateWeights, members: Sequence[Member], tensors: Sequence[TensorSpec] | None
 ) -> Fault | None:
@@ -114,6 +147,7 @@ def check_update(
             message = f"{member.worker} says that its world size is {descriptor.world_size}"
             return fault(FaultCode.WRONG_STATE, message, worker=member.worker)
     regression = check_version(registry, members, request.version, allow_rollback=request.allow_rollback)
+    regression = regression or check_catch_up(registry, request, members, request.version)
     if regression is not None:
         return regression
     if tensors is None:
@@ -148,8 +182,13 @@ def plan_update(
     pages: tuple[ManifestPage, ...],
     current: Group | None,
     group_timeout_s: float,
+    sums_digest: str | None = None,
 ) -> Plan:
-    """What an update of `members` starts from. `current` is the group that stood after the last one."""
+    """What an update of `members` starts from. `current` is the group that stood after the last one, `sums_digest` what
+    a catch-up has to bring.
+    """
+    # Who isn't caught up isn't touched: what is left of the group there is left when the next one is joined.
+    leavers = () if current is None or request.is_catch_up else current.workers
     return Plan(
         request=request,
         tensors=tensors,
@@ -163,7 +202,8 @@ def plan_update(
         group_timeout_s=max(group_timeout_s, request.stall_s),
         current=current,
         is_whole=current is not None and all(_is_in(registry, current, w) for w in current.workers),
-        leavers=() if current is None else tuple(w for w in current.workers if _can_leave(registry, w)),
+        leavers=tuple(w for w in leavers if _can_leave(registry, w)),
+        sums_digest=sums_digest,
     )
 
 

@@ -32,12 +32,13 @@ Record = Callable[[], Awaitable[None]]
 
 @dataclass(slots=True)
 class Running:
-    """An op in progress. `update` is set when it is one."""
+    """An op in progress. `update` is set when it is one, `dropped` when it is ended without being taken back."""
 
     op: Op
     is_mutation: bool
     update: UpdateRun | None = None
     task: asyncio.Task[None] | None = None
+    dropped: Fault | None = None
 
     def join(self, reply: str | None) -> None:
         """Somebody asks (again) for this op."""
@@ -70,6 +71,18 @@ class Desk:
     def has_ended(self, op_id: str) -> bool:
         """Whether this op ended, as far as it is remembered."""
         return op_id in self._ended
+
+    def report_of(self, op_id: str) -> Report | None:
+        """How this op ended, as far as it is remembered."""
+        ended = self._ended.get(op_id)
+        return None if ended is None else ended[1]
+
+    def drop(self, op_id: str, why: Fault) -> None:
+        """End an op at once, taking nothing back; its report says `why`."""
+        running = self._running.get(op_id)
+        if running is not None and running.task is not None:
+            running.dropped = why
+            running.task.cancel()
 
     def remember(self, request: Request, report: Report) -> None:
         """How an op of a controller before this one ended."""
@@ -136,6 +149,10 @@ class Desk:
         try:
             problem = None if record is None else await self._try_record(op, record)
             report = await work(running) if problem is None else self._unbegun(op, problem)
+        except asyncio.CancelledError:
+            if running.dropped is None:
+                raise
+            report = self._empty(op, OpStatus.FAILED, running.dropped)
         except Exception:  # noqa: BLE001 - a bug of ours: the log has it, and whoever waits gets a report all the same
             _log.exception("op %s (%s)", op.op_id, op.name)
             report = self._broken(op)

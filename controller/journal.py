@@ -19,6 +19,7 @@ from rlbus.codec import decode, encode
 from rlbus.errors import BrokenError, ConflictError, DeadlineError, DecodeError, PayloadTooLargeError
 from rlbus.schemas import (
     FleetMark,
+    FleetSnapshot,
     HistoryItem,
     JournalEntry,
     MutationRequest,
@@ -111,6 +112,7 @@ class Journal:
         name: str,
         members: tuple[WorkerId, ...],
         *,
+        boots: tuple[str, ...] = (),
         held: tuple[WorkerId, ...] = (),
         version: Version | None = None,
         epoch: int | None = None,
@@ -131,7 +133,7 @@ class Journal:
             version=version,
             epoch=epoch,
         )
-        kept = _Kept(JournalEntry(item=item, request=request, members=members, held=held), None)
+        kept = _Kept(JournalEntry(item=item, request=request, members=members, boots=boots, held=held), None)
         self._kept[request.op_id] = kept
         self._forget_oldest()
         key = _key(request.op_id)
@@ -181,10 +183,12 @@ class Journal:
         kept.entry = msgspec.structs.replace(kept.entry, item=item, report=report)
         self._soon(_key(report.op_id))
 
-    def set_version(self, version: Version, rolled_back_from: Version | None) -> None:
-        """The fleet's version is this now."""
-        mark = FleetMark(term=self.term, version=version, rolled_back_from=rolled_back_from)
-        if self.mark is None or (self.mark.version, self.mark.rolled_back_from) != (version, rolled_back_from):
+    def set_version(
+        self, version: Version, rolled_back_from: Version | None, snapshot: FleetSnapshot | None = None
+    ) -> None:
+        """The fleet's version is this now, and `snapshot` what there is of it."""
+        mark = FleetMark(term=self.term, version=version, rolled_back_from=rolled_back_from, snapshot=snapshot)
+        if self.mark is None or msgspec.structs.replace(self.mark, term=self.term) != mark:
             self.mark = mark
             self._soon(VERSION_KEY)
 

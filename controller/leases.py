@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from rlbus.controller.line import Line
-from rlbus.controller.op_ids import derive
+from rlbus.controller.op_ids import derive_step
 from rlbus.errors import RLBusError
 from rlbus.fanout import Limits
 from rlbus.schemas import RenewLease, WorkerId
@@ -66,7 +66,7 @@ async def _renew(line: Line, op_id: str, owner: str, paused: Callable[[], Sequen
 async def _ask(line: Line, op_id: str, body: RenewLease, workers: Sequence[WorkerId], step: str) -> None:
     limits = Limits(ack_s=LIMIT_S, stall_s=LIMIT_S, deadline_s=LIMIT_S)
     try:
-        answers = await line.ask(body, workers, op_id=derive(op_id, step), limits=limits)
+        answers = await line.ask(body, workers, op_id=derive_step(op_id, line.term, step), limits=limits)
     except RLBusError as exc:
         # Not connected, say: the next one may get through, and if none does the workers go on without us.
         _log.warning("op %s: the leases of %d workers were not renewed: %s", op_id, len(workers), exc)

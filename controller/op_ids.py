@@ -1,4 +1,4 @@
-"""Op ids of the commands that make up one op: `<op_id>-<step>`. Pure."""
+"""Op ids of the commands that make up one op: `<op_id>-t<term>-<step>`. Pure."""
 
 import hashlib
 
@@ -17,6 +17,13 @@ def derive(op_id: str, step: str) -> str:
     if len(name) <= MAX_TOKEN_CHARS:
         return name
     return f"{hashlib.sha256(op_id.encode()).hexdigest()[:DIGEST_CHARS]}-{step}"
+
+
+def derive_step(op_id: str, term: int, step: str) -> str:
+    """The op id of a command to workers. A controller that runs an op that one before it had begun is not answered with
+    what became of that one's commands.
+    """
+    return derive(op_id, f"t{term}-{step}")
 
 
 def is_pause_of_op(owner: str) -> bool:

@@ -1,10 +1,4 @@
-"""The controller of one namespace: hears workers, takes requests, and runs ops through `Desk`.
-
-Learning who is there: workers announce themselves on start, on change and every few seconds; a controller that is new
-or was disconnected says hello, which every worker answers with an announcement. A publish can't address "every
-component", so hello goes to the components that are known (those in `Settings.components`, and each as soon as its
-first worker is heard); workers of a component that nobody named are found by their heartbeats, within one interval.
-"""
+"""The controller of one namespace: hears workers, takes requests, and runs ops through `Desk`."""
 
 import asyncio
 import logging
@@ -17,12 +11,14 @@ from rlbus._transport import Message, Subscription
 from rlbus.bus import Bus
 from rlbus.codec import MAX_MESSAGE_BYTES
 from rlbus.controller import admission
+from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.giving_way import GivingWay, is_catch_up
+from rlbus.controller.greeting import Greeter
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op, publish, tell_event
-from rlbus.controller.op_ids import derive
 from rlbus.controller.registry import Change, Collided, Gone, Joined, Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
 from rlbus.controller.screening import problem_of
@@ -35,7 +31,6 @@ from rlbus.errors import DecodeError, RLBusError
 from rlbus.schemas import (
     AbortFleet,
     CancelOp,
-    Command,
     ControlRequest,
     Fault,
     FaultCode,
@@ -44,9 +39,9 @@ from rlbus.schemas import (
     GetFleet,
     GetHistory,
     GetVersions,
-    Hello,
     HistoryView,
     ManifestPage,
+    MutationRequest,
     OpAccepted,
     PauseFleet,
     PutManifestPage,
@@ -56,6 +51,7 @@ from rlbus.schemas import (
     ResumeFleet,
     SenderSignal,
     TensorSpec,
+    TensorSum,
     UpdateWeights,
     Version,
     WaitReady,
@@ -63,7 +59,6 @@ from rlbus.schemas import (
     WorkerJoined,
     WorkerLeft,
     WorkerMessage,
-    route_of,
 )
 from rlbus.transfer.manifest import ManifestBook, pages
 
@@ -73,24 +68,15 @@ _log = logging.getLogger("rlbus.controller")
 TICK_S = 0.25
 # A page of a manifest stays at half of what one message may have, as rlbus.codec advises.
 PAGE_BYTES = MAX_MESSAGE_BYTES // 2
-# How long a hello is worth answering.
-HELLO_S = 10.0
 # How long a stop may take to undo what runs. Docker and Kubernetes kill after 10 s and 30 s.
 STOP_S = 8.0
 
 # Refused announcements are logged at most this often, in seconds; all are counted.
 REFUSAL_LOG_S = 10.0
 
+# Name of an op that brings workers to the version that the fleet has.
+CATCH_UP = "catch_up"
 VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions
-# What a worker has to serve for a verb.
-_ROUTE = {
-    PauseFleet: "pause_generation",
-    ResumeFleet: "resume_generation",
-    FlushFleet: "flush_cache",
-    AbortFleet: "abort_request",
-    GetVersions: "get_weight_version",
-    ReloadFleet: "update_weights_from_disk",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +122,22 @@ class Controller:
         self._line = Line(bus, namespace, self.term, self.registry)
         self._desk = Desk(bus, namespace, journal)
         self._waiting = WaitingRoom(self.registry, self.view)
+        self._catch_ups = CatchUps(
+            bus, self.registry, self._desk, lambda request: self._begin_verb(request, Message("", b""), CATCH_UP)
+        )
+        self._giving_way = GivingWay(bus, self._desk, self._on_control)
         self._book = ManifestBook()
         # Pages of the manifest that was used last, cut once.
         self._pages: tuple[ManifestPage, ...] = ()
         self._group: Group | None = None
-        self._greeted: set[str] = set()
+        self._greeter = Greeter(bus, namespace, self.term)
         self._is_check_due = False
-        self._num_hellos = 0
         self._stop_s = self.settings.stop_s
         self._logged_refusal_at_s = float("-inf")
         self._succession: Succession | None = None
         if journal is not None:
             self._succession = Succession(
-                journal, bus, namespace, desk=self._desk, line=self._line, on_committed=self._committed
+                journal, bus, namespace, self._desk, self._line, self._catch_ups, on_committed=self._committed
             )
 
     def abandon(self) -> None:
@@ -167,7 +156,7 @@ class Controller:
         ]
         known = () if self._succession is None else self._succession.restore()
         try:
-            self._greet((*self.settings.components, *known))
+            self._greeter.greet((*self.settings.components, *known))
             if self._succession is not None:
                 await self._succession.listen()
                 self._succession.begin_takeovers()
@@ -178,11 +167,14 @@ class Controller:
                 await asyncio.sleep(TICK_S)
                 self._take(self.registry.tick(loop.time()))
                 self._waiting.check()
+                self._giving_way.tick(loop.time())
+                self._catch_ups.tick(loop.time())
                 if self._succession is not None:
                     self._succession.keep_version()
         finally:
             self._waiting.refuse_all(fault(FaultCode.CANCELLED, "the controller is stopping", retryable=True))
             try:
+                await self._catch_ups.aclose()
                 await self._desk.aclose(self._stop_s)
             finally:
                 for subscription in subscriptions:
@@ -192,12 +184,13 @@ class Controller:
     def view(self) -> FleetView:
         """The fleet as it is known now."""
         mutation = self._desk.mutation
-        return self.registry.view(
+        view = self.registry.view(
             asyncio.get_running_loop().time(),
             term=self.term,
             epoch=None if self._group is None else self._group.plan.epoch,
             op_id=None if mutation is None else mutation.op.op_id,
         )
+        return self._catch_ups.explain(view)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -219,7 +212,7 @@ class Controller:
         now_s = asyncio.get_running_loop().time()
         if is_connected:
             self.registry.reconnected(now_s)
-            self._greet((*self.settings.components, *self.registry.components()))
+            self._greeter.greet((*self.settings.components, *self.registry.components()))
         else:
             _log.warning("disconnected from the bus; nobody's silence counts until we are back")
             self.registry.disconnected(now_s)
@@ -235,8 +228,8 @@ class Controller:
                 tell_event(self._bus, self.namespace, joined)
                 if change.is_reboot:
                     self._lose(member.worker, "it was restarted")
-                if component not in self._greeted:
-                    self._greet((component,))
+                if not self._greeter.has_greeted(component):
+                    self._greeter.greet((component,))
             elif isinstance(change, Gone):
                 _log.warning("%s is gone: %s", member.worker, change.reason)
                 left = WorkerLeft(at=at, component=component, instance_id=instance_id, reason=change.reason)
@@ -257,20 +250,6 @@ class Controller:
         mutation = self._desk.mutation
         if mutation is not None and mutation.update is not None:
             mutation.update.on_gone(worker, reason)
-
-    def _greet(self, components: Sequence[str]) -> None:
-        """Say hello. Nobody's answer is awaited: it comes as an announcement."""
-        for component in dict.fromkeys(components):
-            self._greeted.add(component)
-            self._num_hellos += 1
-            hello = Hello()
-            command = Command(
-                op_id=derive(self._bus.new_id(), f"hello-{self._num_hellos}"),
-                term=self.term,
-                expires_at=self._bus.clock.now() + HELLO_S,
-                body=hello,
-            )
-            publish(self._bus, subjects.command(self.namespace, component, route_of(hello)), command)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -332,7 +311,7 @@ class Controller:
             running.op.stop(why)
         elif self._waiting.get(request.of_op_id) is not None:
             self._waiting.refuse(request.of_op_id, why)
-        else:
+        elif not self._giving_way.withdraw(request.of_op_id, why):
             what = "has ended" if self._desk.has_ended(request.of_op_id) else "isn't known"
             unknown_op = fault(FaultCode.UNKNOWN_OP, f"op {request.of_op_id} {what}", op_id=request.of_op_id)
             self._refuse(message, request.op_id, unknown_op)
@@ -382,6 +361,8 @@ class Controller:
             return True
         problem = repeat if isinstance(repeat, Fault) else None
         problem = problem or admission.check_deadline(request.deadline_s)
+        if problem is None and is_mutation and self._giving_way.takes_place(request, message):
+            return True
         problem = problem or self._desk.refusal(is_mutation=is_mutation)
         problem = problem or admission.check_target(self.registry, request.target)
         if problem is not None:
@@ -393,13 +374,12 @@ class Controller:
         if self._is_handled(request, message, is_mutation=is_mutation):
             return
         members = self.registry.addressable(request.target)
-        problem = admission.check_route(members, _ROUTE[type(request)])
-        if problem is None and isinstance(request, PauseFleet):
-            problem = admission.check_lease(request.lease_s)
+        problem = admission.check_verb(members, request)
         version = Version()
         if problem is None and isinstance(request, ReloadFleet):
             version = admission.reload_version(self.registry, request)
             problem = admission.check_version(self.registry, members, version, allow_rollback=request.allow_rollback)
+            problem = problem or admission.check_catch_up(self.registry, request, members, version)
         if problem is not None:
             self._refuse(message, request.op_id, problem)
             return
@@ -424,7 +404,7 @@ class Controller:
             case ReloadFleet():
                 report, is_committed = await verb.reload(request, version)
                 if is_committed:
-                    self._committed(version)
+                    self._committed(version, request)
                 return report
             case _:
                 return await verb.plain(request)
@@ -432,7 +412,7 @@ class Controller:
     def _begin_update(self, request: UpdateWeights, message: Message) -> None:
         if self._is_handled(request, message, is_mutation=True):
             return
-        members = self.registry.addressable(request.target)
+        members = self._giving_way.without_stuck(self.registry.addressable(request.target), request.target)
         tensors = self._book.get(request.manifest_digest)
         problem = admission.check_update(self.registry, request, members, tensors)
         if problem is not None:
@@ -447,8 +427,9 @@ class Controller:
             self._pages_of(request.manifest_digest, tensors),
             self._group,
             self.settings.group_timeout_s,
+            self._catch_ups.expected_sums(request),
         )
-        op = Op(self._bus, self.namespace, request, "update_weights")
+        op = Op(self._bus, self.namespace, request, CATCH_UP if request.is_catch_up else "update_weights")
 
         async def work(running: Running) -> Report:
             return await self._run_update(running, plan)
@@ -460,10 +441,20 @@ class Controller:
             record = self._succession.record(request, op.name, members, held=held, version=version, epoch=epoch)
         self._desk.begin(op, message.reply, work, is_mutation=True, record=record)
 
-    def _committed(self, version: Version) -> None:
+    def _committed(self, version: Version, request: MutationRequest, sums: Sequence[TensorSum] = ()) -> None:
+        if is_catch_up(request):
+            return
         self.registry.committed(version)
+        self._catch_ups.committed(version, request, sums)
         if self._succession is not None:
             self._succession.keep_version()
+
+    def _is_known_only(self, version: Version) -> bool:
+        """Whether the fleet is at `version` by the word of workers alone, some of which may be gone: then an op to it
+        did commit it, though no answer says so, and what the trainer keeps of it is the snapshot of it.
+        """
+        snapshot = self._catch_ups.snapshot
+        return self.registry.version == version and (snapshot is None or snapshot.version != version)
 
     def _pages_of(self, digest: str, tensors: Sequence[TensorSpec]) -> tuple[ManifestPage, ...]:
         if not self._pages or self._pages[0].digest != digest:
@@ -483,7 +474,7 @@ class Controller:
             self._group = standing_group(run.state)
             for epoch in run.state.epochs:
                 self.registry.saw_epoch(epoch)
-            if has_committed(run.state):
-                self._committed(plan.request.version)
+            if has_committed(run.state) or self._is_known_only(plan.request.version):
+                self._committed(plan.request.version, plan.request, run.state.sums)
         running.op.finish()
         return update_report(state, running.op.timings)

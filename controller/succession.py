@@ -5,14 +5,25 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rlbus.bus import Bus
+from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.giving_way import is_catch_up
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.takeover import COMMIT_PHASE, TakeOver
 from rlbus.controller.update_state import Stage, UpdateState
-from rlbus.schemas import JournalEntry, Report, Version, WorkerId, split_worker_id
+from rlbus.schemas import (
+    JournalEntry,
+    MutationRequest,
+    OpStatus,
+    Outcome,
+    Report,
+    Version,
+    WorkerId,
+    split_worker_id,
+)
 
 # What a new leader gives workers to answer its hello before it takes requests: an answer takes milliseconds. It waits
 # for the members of an op that was left behind, up to the second number.
@@ -23,7 +34,7 @@ LOOK_S = 1.0
 class Succession:
     """Reads and writes `journal` for one controller. Called on the loop; only `listen` waits.
 
-    `on_committed` is told the version that a settled op turned out to have given to workers.
+    `on_committed` is told the version that a settled op turned out to have given to workers, and its request.
     """
 
     def __init__(
@@ -31,10 +42,11 @@ class Succession:
         journal: Journal,
         bus: Bus,
         namespace: str,
-        *,
         desk: Desk,
         line: Line,
-        on_committed: Callable[[Version], None],
+        catch_ups: CatchUps,
+        *,
+        on_committed: Callable[[Version, MutationRequest], None],
     ) -> None:
         self.journal = journal
         self._bus = bus
@@ -43,6 +55,7 @@ class Succession:
         self._line = line
         self._registry: Registry = line.registry
         self._on_committed = on_committed
+        self._catch_ups = catch_ups
 
     # -- what was before ----------------------------------------------------------------------------------------------
 
@@ -51,12 +64,24 @@ class Succession:
         mark, entries = self.journal.mark, self.journal.entries
         if mark is not None:
             self._registry.restore(mark.version, mark.rolled_back_from)
+            self._catch_ups.snapshot = mark.snapshot
         for entry in entries:
             self._registry.saw_epoch(entry.item.epoch or 0)
             if entry.report is not None:
                 self._desk.remember(entry.request, entry.report)
+                self._recall_version(entry, entry.report)
         members = self._left_members().union(*(entry.members for entry in entries[-1:]))
         return tuple(sorted({split_worker_id(worker)[0] for worker in members}))
+
+    def _recall_version(self, entry: JournalEntry, report: Report) -> None:
+        """The leader before wrote down that an op ended, and died before it wrote down the version that it gave."""
+        version, mark = entry.item.version, self.journal.mark
+        known = None if mark is None else max(mark.version, mark.rolled_back_from or mark.version)
+        is_done = any(o.outcome is Outcome.OK for o in report.outcomes)
+        if version is None or not is_done or is_catch_up(entry.request) or (known is not None and version <= known):
+            return
+        self._registry.restore(version, None)
+        self._catch_ups.committed(version, entry.request)
 
     async def listen(self) -> None:
         """Give the workers time to answer the hello, or the first request would find nobody. Cancel: leaves nothing."""
@@ -82,9 +107,11 @@ class Succession:
         async def work(_: Running) -> Report:
             async with one_at_a_time:
                 report, version = await TakeOver(op, self._line, self._registry, entry).run()
-            fleet = self._registry.version
-            if version is not None and (fleet is None or version > fleet):
-                self._on_committed(version)
+            fleet, known = self._registry.version, self._catch_ups.snapshot
+            if fleet is not None and fleet == entry.item.version and (known is None or known.version != fleet):
+                version = fleet  # somebody said that it had it, and is gone since
+            if version is not None and (fleet is None or version >= fleet) and not is_catch_up(entry.request):
+                self._on_committed(version, entry.request)
             return report
 
         self._desk.begin(op, None, work, is_mutation=True)
@@ -105,8 +132,9 @@ class Succession:
         epoch: int | None = None,
     ) -> Record:
         """What writes an op down before it begins."""
-        names, paused = tuple(m.worker for m in members), tuple(sorted(held))
-        return lambda: self.journal.begin(request, name, names, held=paused, version=version, epoch=epoch)
+        names, boots = tuple(m.worker for m in members), tuple(m.boot_id for m in members)
+        paused = tuple(sorted(held))
+        return lambda: self.journal.begin(request, name, names, boots=boots, held=paused, version=version, epoch=epoch)
 
     def note_phase(self, state: UpdateState) -> None:
         """Write down the phases that tell the next leader what may be done; behind the update, which doesn't wait."""
@@ -120,4 +148,19 @@ class Succession:
     def keep_version(self) -> None:
         """So that the next leader knows it even if no worker lives to tell (SCENARIOS 11)."""
         if self._registry.version is not None:
-            self.journal.set_version(self._registry.version, self._registry.rolled_back_from)
+            self._find_snapshot(self._registry.version)
+            self.journal.set_version(self._registry.version, self._registry.rolled_back_from, self._catch_ups.snapshot)
+
+    def _find_snapshot(self, version: Version) -> None:
+        """Workers said that they have `version`, and whoever gave it to them could not: the op that did is in the
+        journal, and what the trainer keeps of it is the snapshot.
+        """
+        known = self._catch_ups.snapshot
+        if known is not None and known.version == version:
+            return
+        given = [e for e in self.journal.entries if e.item.version == version and not is_catch_up(e.request)]
+        given = [e for e in given if e.item.status is not OpStatus.REFUSED]
+        # The one that says so itself; else the newest.
+        given.sort(key=lambda e: e.report is not None and any(o.outcome is Outcome.OK for o in e.report.outcomes))
+        if given:
+            self._catch_ups.committed(version, given[-1].request)

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import MAX_ATTEMPTS, in_attempt
 from rlbus.controller.causes import fault
+from rlbus.controller.giving_way import is_catch_up
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import Op
-from rlbus.controller.op_ids import PAUSE_STEP, derive
+from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.registry import Registry
 from rlbus.controller.report import status_of
 from rlbus.errors import BrokenError, RLBusError
@@ -67,7 +68,7 @@ class TakeOver:
         self._loop = asyncio.get_running_loop()
         self._num_steps = 0
         # Of the pauses that it may have begun, one per attempt.
-        self._pause_ids = {derive(op.op_id, in_attempt(1 + n, PAUSE_STEP)) for n in range(MAX_ATTEMPTS)}
+        self._pause_ids = {self._begun_id(in_attempt(1 + n, PAUSE_STEP)) for n in range(MAX_ATTEMPTS)}
         # What each member says of itself; who isn't there or doesn't answer has no place in it.
         self._seen: dict[WorkerId, WorkerStatus] = {}
         self._silent: dict[WorkerId, Fault] = {}
@@ -146,7 +147,7 @@ class TakeOver:
 
     async def _await_loads(self) -> None:
         """A folder that is being loaded can't be taken back; wait for it, as long as the op's own deadline allows."""
-        load_op_id = derive(self._op.op_id, "load")
+        load_op_id = self._begun_id("load")
         while any(status.op_id == load_op_id for status in self._seen.values()):
             if self._op.stopped.is_set() or self._loop.time() >= self._op.forward_until_s:
                 return
@@ -164,7 +165,7 @@ class TakeOver:
 
     async def _free(self, *, may_be_old: bool) -> None:
         """Let go whom this op paused, as far as its weights and those of the others allow it."""
-        has_new = any(self._is_at_version(status) for status in self._seen.values())
+        has_new = is_catch_up(self._entry.request) or any(self._is_at_version(s) for s in self._seen.values())
         free: list[WorkerId] = []
         for worker, status in self._seen.items():
             is_served = self._is_at_version(status) or not has_new or may_be_old
@@ -198,7 +199,7 @@ class TakeOver:
             return {}
         self._num_steps += 1
         until_s = self._loop.time() + ENDING_S
-        op_id = derive(self._op.op_id, f"t{self._line.term}-{self._num_steps}-{step}")
+        op_id = derive_step(self._op.op_id, self._line.term, f"{self._num_steps}-{step}")
         while True:
             limits = limits_until(until_s, self._loop.time(), is_ending=True)
             try:
@@ -210,7 +211,16 @@ class TakeOver:
             except RLBusError as exc:
                 return {w: unknown(fault(FaultCode.INTERNAL, str(exc))) for w in asked}
 
+    def _begun_id(self, step: str) -> str:
+        """The op id under which the leader that died sent a step."""
+        return derive_step(self._entry.item.op_id, self._entry.item.term, step)
+
     # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _is_rebooted(self, worker: WorkerId) -> bool:
+        """Whether another process answers for it than the one that the op began with."""
+        boots, member = dict(zip(self._entry.members, self._entry.boots, strict=False)), self._registry.get(worker)
+        return member is not None and boots.get(worker, member.boot_id) != member.boot_id
 
     def _has(self, worker: WorkerId, state: WeightsState) -> bool:
         status = self._seen.get(worker)
@@ -255,6 +265,9 @@ class TakeOver:
         if status is None:
             why = self._silent.get(worker) or fault(FaultCode.NO_ACK, "it didn't answer")
             return WorkerOutcome(worker=worker, outcome=Outcome.UNKNOWN, phase=PHASE, fault=why)
+        if self._is_rebooted(worker) and not isinstance(self._entry.request, ResumeFleet):
+            why = fault(FaultCode.WORKER_LOST, "it was restarted while the op ran", worker=worker)
+            return WorkerOutcome(worker=worker, outcome=Outcome.FAILED, phase=PHASE, fault=why)
         outcome, why_not = self._judge(worker, status)
         return WorkerOutcome(worker=worker, outcome=outcome, phase=PHASE, fault=why_not)
 

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from rlbus._snapshots import Snapshots
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
 from rlbus.controller.answers import StepAnswer
@@ -314,9 +315,11 @@ async def fleet_on_bus(
     namespace: str = "test",
     settings: Settings | None = None,
     plane: FakePlane | None = None,
+    snapshots: Snapshots | None = None,
 ) -> AsyncIterator[Fleet[W]]:
     """Start a controller and then `workers` (each a function from the broker to a context), and wait for all.
 
+    `snapshots` is what the trainer keeps; None: nothing.
     Cancel: all of them are stopped.
     """
     broker = MemoryBroker()
@@ -327,7 +330,7 @@ async def fleet_on_bus(
         await stack.enter_async_context(bus)
         running = [await stack.enter_async_context(worker(broker)) for worker in workers]
         client = FleetClient(bus, namespace, caller="test")
-        fleet = Fleet(broker, controller, running, client, Trainer(bus, namespace, plane), plane)
+        fleet = Fleet(broker, controller, running, client, Trainer(bus, namespace, plane, snapshots=snapshots), plane)
         if running:
             await client.wait_ready(num_workers=len(running), deadline_s=30.0)
         yield fleet

@@ -40,7 +40,7 @@ from rlbus.controller.update_state import (
     WorkersAnswered,
     WorkerSilent,
 )
-from rlbus.controller.verify import check_received, check_sent
+from rlbus.controller.verify import check_committed, check_received, check_sent
 from rlbus.controller.winding import WINDING, wind_down, wind_up
 from rlbus.schemas import (
     CommandBody,
@@ -147,7 +147,7 @@ def _on_stop(state: UpdateState, event: StopAsked) -> Decision:
 def _on_sent(state: UpdateState, event: SenderSent) -> Decision:
     if state.sender is not Sender.SENDING or state.group is None or event.epoch != state.group.plan.epoch:
         return state, ()
-    problem = check_sent(state.plan.tensors, event.sums)
+    problem = check_sent(state.plan.tensors, event.sums) or check_committed(state.plan.sums_digest, event.sums)
     if problem is not None:
         return _on_sender_failed(state, SenderFailed(event.epoch, problem))
     return _advance(replace(state, sender=Sender.SENT, sums=event.sums, num_bytes=event.num_bytes))

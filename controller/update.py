@@ -15,7 +15,7 @@ from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import PROGRESS_S, Op
-from rlbus.controller.op_ids import PAUSE_STEP, derive
+from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.stillness import Stillness
 from rlbus.controller.transaction import decide
 from rlbus.controller.update_state import (
@@ -243,7 +243,7 @@ class UpdateRun:
                 await self._line.ask(
                     ask.body,
                     ask.workers,
-                    op_id=derive(self._op.op_id, ask.step),
+                    op_id=derive_step(self._op.op_id, self._line.term, ask.step),
                     limits=limits,
                     on_answer=on_answer,
                     on_outcome=on_outcome,

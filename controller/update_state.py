@@ -159,7 +159,7 @@ class Plan:
 
     `total_bytes` is the size of the tensors. `current` is the group that stands from the last update, None if there is
     none; `is_whole` that all of its workers still say they are in it, `leavers` those of them that can be told to
-    leave. `next_epoch` numbers a new group.
+    leave. `next_epoch` numbers a new group. `sums_digest` is that of what has to be sent, None: whatever is.
     """
 
     request: UpdateWeights
@@ -172,6 +172,7 @@ class Plan:
     current: Group | None = None
     is_whole: bool = False
     leavers: tuple[WorkerId, ...] = ()
+    sums_digest: str | None = None
 
     @property
     def num_needed(self) -> int:

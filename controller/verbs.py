@@ -15,7 +15,7 @@ from rlbus.controller.causes import fault, named
 from rlbus.controller.leases import LEASE_S, keep, renewing
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import PROGRESS_S, Op
-from rlbus.controller.op_ids import PAUSE_STEP, derive
+from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.report import verb_report
 from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import (
@@ -111,6 +111,8 @@ class FleetVerb:
         self._held = frozenset(held)
         # Whom this op has paused and not let go.
         self._holding: set[WorkerId] = set()
+        # Whoever doesn't get the new version stays paused.
+        self._keeps_old = False
         self._book = new_book(self._workers)
         self._loop = asyncio.get_running_loop()
 
@@ -152,7 +154,14 @@ class FleetVerb:
         Everybody looks at the folder before anybody is paused: what one would refuse changes nothing on any.
         Once loading has begun it isn't taken back: there is no half loaded model to go back from. Cancel: as `plain`.
         """
-        check = PrepareReload(path=request.path, version=version, allow_rollback=request.allow_rollback)
+        # Else who stays behind would be let go beside a fleet that has the new version.
+        self._keeps_old = request.is_catch_up
+        check = PrepareReload(
+            path=request.path,
+            version=version,
+            allow_rollback=request.allow_rollback,
+            sums_digest=request.sums_digest,
+        )
         answers = await self._ask("check", "check", check, self._workers)
         self._book.note("check", {w: a for w, a in answers.items() if not a.is_ok})
         if self._is_over():
@@ -164,7 +173,8 @@ class FleetVerb:
     async def _reload(self, request: ReloadFleet, version: Version) -> tuple[Report, bool]:
         began_s = self._loop.time()
         running = tuple(w for w in self._workers if w not in self._held)
-        pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, lease_s=LEASE_S)
+        owner = derive(self._op.op_id, PAUSE_STEP)
+        pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, owner=owner, lease_s=LEASE_S)
         await self._pause_all(pause, running)
         if self._is_over():
             self._op.timings.paused_s = self._loop.time() - began_s
@@ -177,9 +187,10 @@ class FleetVerb:
         at_version = [*loaded, *late]
         flushed = await self._flush(at_version)
         # Two versions side by side serve nobody: who stayed at the old one goes on only if everybody did.
-        free = [w for w in (flushed if at_version else untouched) if w not in self._held]
-        freed = await self._resume("resume" if at_version else "undo", free)
-        if at_version:
+        has_new = bool(at_version) or self._keeps_old
+        free = [w for w in (flushed if has_new else untouched) if w not in self._held]
+        freed = await self._resume("resume" if has_new else "undo", free)
+        if has_new:
             self._book.note("resume", freed, is_changed=True)
             await self._keep_paused([w for w in untouched if w in self._holding])
         else:
@@ -212,7 +223,10 @@ class FleetVerb:
             self._book.causes.append(self._op.stop_fault)
         undo = to_undo(answers, self._held)
         self._book.undone([w for w, answer in answers.items() if answer.is_ok], "pause")
-        self._note_undo(await self._resume("undo", undo))
+        if self._keeps_old:
+            await self._keep_paused([w for w in undo if w in self._holding])
+        else:
+            self._note_undo(await self._resume("undo", undo))
         if not self._book.causes:
             self._book.causes.append(fault(FaultCode.INTERNAL, "the pause was taken back without a cause"))
 
@@ -317,7 +331,7 @@ class FleetVerb:
                 await self._line.ask(
                     body,
                     workers,
-                    op_id=derive(self._op.op_id, step),
+                    op_id=derive_step(self._op.op_id, self._line.term, step),
                     limits=limits,
                     on_outcome=on_outcome,  # type: ignore[arg-type]
                 )

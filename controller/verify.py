@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rlbus.controller.causes import fault
 from rlbus.schemas import Fault, FaultCode, ReceivedData, TensorSpec, TensorSum
+from rlbus.transfer.sums import sums_digest
 
 
 def check_sent(tensors: Sequence[TensorSpec], sums: Sequence[TensorSum]) -> Fault | None:
@@ -18,6 +19,14 @@ def check_sent(tensors: Sequence[TensorSpec], sums: Sequence[TensorSum]) -> Faul
     if len(tensors) != len(sums):
         return fault(FaultCode.SENDER_FAILED, f"the trainer sent {len(sums)} tensors, {len(tensors)} were announced")
     return None
+
+
+def check_committed(digest: str | None, sums: Sequence[TensorSum]) -> Fault | None:
+    """Whether what the trainer sent again is what the fleet has; `digest` None: nobody knows what that is."""
+    if digest is None or sums_digest(sums) == digest:
+        return None
+    message = "what the trainer sent isn't what the fleet has under this version: its checksums are others"
+    return fault(FaultCode.CHECKSUM_MISMATCH, message, committed=digest, sent=sums_digest(sums))
 
 
 def check_received(sent: Sequence[TensorSum], received: ReceivedData | None) -> Fault | None:

@@ -140,7 +140,8 @@ def to_keep(state: UpdateState) -> tuple[WorkerId, ...]:
 
 
 def _has_new(state: UpdateState) -> bool:
-    return any(seat.damage is Damage.COMMITTED for seat in state.seats.values())
+    """Whether others are at the new version; in a catch-up the whole fleet is."""
+    return state.plan.request.is_catch_up or any(seat.damage is Damage.COMMITTED for seat in state.seats.values())
 
 
 def _to_free(state: UpdateState) -> tuple[WorkerId, ...]:

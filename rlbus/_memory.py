@@ -56,6 +56,8 @@ NO_FAULTS = Faults()
 
 def matches(pattern: str, subject: str) -> bool:
     """Whether a NATS pattern (`*` one token, trailing `>` one or more) matches a subject."""
+    if pattern == ">":
+        return True
     wanted, tokens = pattern.split("."), subject.split(".")
     if wanted[-1] == ">":
         wanted = wanted[:-1]

@@ -6,12 +6,15 @@ import ipaddress
 import os
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from rlbus._snapshots import open_snapshots
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
 from rlbus.config import BusConfig
 from rlbus.errors import BrokenError, ClosedError, ConfigError
+from rlbus.schemas import SnapshotKind
 from rlbus.trainer import Trainer
 from rlbus.transfer.plane import SenderPlane
 
@@ -39,23 +42,37 @@ class Session:
         self._trainers: list[Trainer] = []
         self._is_closed = False
 
-    def trainer(self, *, backend: str = "auto", host: str | None = None, plane: SenderPlane | None = None) -> Trainer:
+    def trainer(
+        self,
+        *,
+        backend: str = "auto",
+        host: str | None = None,
+        plane: SenderPlane | None = None,
+        snapshot: SnapshotKind | str = SnapshotKind.NONE,
+        snapshot_dir: Path | str | None = None,
+    ) -> Trainer:
         """A trainer on this connection; it is closed with the session. Needs torch unless `plane` is given.
 
         Args:
             backend: "gloo", "nccl", or "auto" (nccl when torch sees a GPU).
             host: the address under which workers reach this process; None is the one that leads to the bus server.
             plane: a data plane of your own, instead of torch's process groups.
+            snapshot: what is kept of the last version for workers that come back behind it. "none": nothing, they wait
+                for the next update. "memory": a copy in this process, sent again over the group (one model of host
+                memory, two while an update is sent). "disk": a safetensors folder in `snapshot_dir`, which the workers
+                read by themselves, also when this process is gone.
+            snapshot_dir: for "disk"; below a weight root of every worker. Two versions' worth of space.
 
         Raises:
-            ClosedError: after the session. ConfigError: torch isn't installed.
+            ClosedError: after the session. ConfigError: torch isn't installed, or the snapshot makes no sense.
         """
         if self._is_closed:
             raise ClosedError("session")
+        snapshots = open_snapshots(snapshot, snapshot_dir)
         if plane is None:
             plane = _torch_plane(backend, self._host if host is None else host)
         caller = default_caller("trainer") if self._caller is None else self._caller
-        trainer = Trainer(self.bus, self.namespace, plane, caller=caller)
+        trainer = Trainer(self.bus, self.namespace, plane, caller=caller, snapshots=snapshots)
         self._trainers.append(trainer)
         return trainer
 

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
 from rlbus.errors import BrokenError, ClosedError
 from rlbus.reports import UpdateReport
-from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, Target, Version
+from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, SnapshotKind, Target, Version
 from rlbus.session import Session, connect
 from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S, Weights
 from rlbus.trainer import Trainer as AsyncTrainer
@@ -138,6 +139,8 @@ class Trainer:
     Args:
         url: "nats://host:port", with credentials in it or as `token`, `user` and `password`, or `creds_file`.
         backend, host, plane: the data plane, see `Session.trainer`.
+        snapshot, snapshot_dir: what is kept for workers that come back, see `Session.trainer`. They are brought to the
+            fleet's version on rlbus' own thread, between updates.
         connect_s: how long connecting may take.
     """
 
@@ -155,6 +158,8 @@ class Trainer:
         backend: str = "auto",
         host: str | None = None,
         plane: SenderPlane | None = None,
+        snapshot: SnapshotKind | str = SnapshotKind.NONE,
+        snapshot_dir: Path | str | None = None,
     ) -> None:
         self._connection = connect(
             url,
@@ -167,6 +172,7 @@ class Trainer:
             caller=caller,
         )
         self._backend, self._host, self._plane = backend, host, plane
+        self._snapshot, self._snapshot_dir = snapshot, snapshot_dir
         self._loop: LoopThread | None = None
         self._trainer: AsyncTrainer | None = None
 
@@ -299,7 +305,13 @@ class Trainer:
     async def _open(self) -> AsyncTrainer:
         session: Session = await self._connection.__aenter__()
         try:
-            return session.trainer(backend=self._backend, host=self._host, plane=self._plane)
+            return session.trainer(
+                backend=self._backend,
+                host=self._host,
+                plane=self._plane,
+                snapshot=self._snapshot,
+                snapshot_dir=self._snapshot_dir,
+            )
         except BaseException:
             await session.aclose()
             raise

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rlbus._catching_up import CatchUpService
 from rlbus._conversation import (
     FAILOVER_S,
     Patience,
@@ -31,6 +32,7 @@ from rlbus._conversation import (
     take_back,
 )
 from rlbus._sending import SenderHalf, SenderState, SendOrder
+from rlbus._snapshots import Kept, Snapshots
 from rlbus.bus import Bus
 from rlbus.client import EVERYBODY, READY_DEADLINE_S, FleetClient, as_pause_mode
 from rlbus.codec import MAX_MESSAGE_BYTES, encode
@@ -46,6 +48,7 @@ from rlbus.errors import (
 )
 from rlbus.reports import UpdateReport
 from rlbus.schemas import (
+    CatchUpTask,
     ControlReply,
     FaultCode,
     FleetView,
@@ -96,9 +99,19 @@ class Trainer:
     """Gives the fleet of one namespace new weights. Made by `rlbus.connect(...).trainer()`, closed with it.
 
     `plane` is the data plane, owned and closed by the trainer. One trainer process per fleet sends at a time.
+    `snapshots` is what it keeps of what it sent (None: nothing); from memory, workers that come back are brought to the
+    fleet's version between updates, on this event loop.
     """
 
-    def __init__(self, bus: Bus, namespace: str, plane: SenderPlane, *, caller: str = "trainer") -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        namespace: str,
+        plane: SenderPlane,
+        *,
+        caller: str = "trainer",
+        snapshots: Snapshots | None = None,
+    ) -> None:
         self.fleet = FleetClient(bus, namespace, caller=caller)
         # The last version that some worker took from us, None before the first.
         self.version: Version | None = None
@@ -109,6 +122,8 @@ class Trainer:
         self._group = SenderState()
         self._put_digest: str | None = None
         self._running_op_id: str | None = None
+        self._snapshots = Snapshots() if snapshots is None else snapshots
+        self._catch_ups = CatchUpService(bus, self._snapshots, self._catch_up, lambda: self._running_op_id is not None)
 
     async def wait_ready(
         self,
@@ -187,6 +202,7 @@ class Trainer:
             self._check_grows(step, allow_rollback)
             self._running_op_id = op_id
             try:
+                await self._catch_ups.stop()
                 request = UpdateWeights(
                     op_id=op_id,
                     deadline_s=_positive("deadline_s", deadline_s),
@@ -205,6 +221,7 @@ class Trainer:
                     reset_prefix_cache=reset_prefix_cache,
                     allow_rollback=allow_rollback,
                     stall_s=_positive("stall_s", stall_s),
+                    snapshot=self._snapshots.offer(step, self._catch_ups.inbox),
                 )
                 report, cause = await self._announce_and_run(request, weights, on_progress)
             finally:
@@ -220,6 +237,7 @@ class Trainer:
 
     async def aclose(self) -> None:
         """Leave the group and free the data plane. Idempotent. Cancel: the plane may still be open."""
+        await self._catch_ups.aclose()
         await self._plane.aclose()
 
     def _check_grows(self, version: Version, allow_rollback: bool) -> None:
@@ -279,6 +297,9 @@ class Trainer:
         on_progress: ProgressHandler | None,
     ) -> tuple[UpdateReport, BaseException | None]:
         """The op itself: hear the controller out while `SenderHalf` does what it says."""
+        status: OpStatus | None = None
+        if not request.is_catch_up:
+            source = self._snapshots.record(request, source, specs)
         order = SendOrder(request.op_id, request.version, source, specs, request.bucket_bytes)
         half = SenderHalf(self._bus, self._namespace, self._plane, order, self._group, self._caller)
 
@@ -291,13 +312,32 @@ class Trainer:
         try:
             async with half:
                 last = await self._hear_out(request, half, on_reply)
+            status = last.report.status
         finally:
             self._group = half.state
+            await self._snapshots.settle(request, source, specs, status)
         report = last.report
-        if report.status in (OpStatus.OK, OpStatus.PARTIAL):
+        if report.status in (OpStatus.OK, OpStatus.PARTIAL) and not request.is_catch_up:
             self.version = request.version
         num_tensors, send_s = (0, 0.0) if half.sent is None else (half.sent.num_tensors, half.sent.send_s)
         return UpdateReport(report, num_tensors, send_s), half.cause
+
+    async def _catch_up(self, kept: Kept, task: CatchUpTask) -> None:
+        """Send a version again to some workers. Raises and Cancel: as `update_weights`."""
+        assert kept.source is not None
+        request = msgspec.structs.replace(
+            kept.request,
+            op_id=task.op_id,
+            target=Target(workers=task.workers),
+            require=None,
+            allow_rollback=True,
+            is_catch_up=True,
+        )
+        self._put_digest = None  # a controller that began since then may not have it
+        await self._put_manifest(kept.specs, request.manifest_digest)
+        report, cause = await self._run(request, kept.source, kept.specs, None)
+        if not report.ok:
+            _raise_for_update(report, cause)
 
     async def _hear_out(
         self, request: UpdateWeights, half: SenderHalf, on_reply: Callable[[ControlReply], None]

@@ -140,6 +140,12 @@ from rlbus.schemas.membership import (
     WorkerStatus,
     WorkView,
 )
+from rlbus.schemas.snapshots import (
+    CatchUpTask,
+    FleetSnapshot,
+    SnapshotKind,
+    SnapshotOffer,
+)
 from rlbus.schemas.weights import (
     WHOLE,
     ManifestPage,
@@ -162,6 +168,7 @@ __all__ = [
     "Body",
     "BootId",
     "CancelOp",
+    "CatchUpTask",
     "ChecksumsData",
     "Command",
     "CommandBody",
@@ -177,6 +184,7 @@ __all__ = [
     "Fault",
     "FaultCode",
     "FleetMark",
+    "FleetSnapshot",
     "FleetView",
     "FlushCache",
     "FlushFleet",
@@ -249,6 +257,8 @@ __all__ = [
     "SendTask",
     "SenderSignal",
     "SenderStep",
+    "SnapshotKind",
+    "SnapshotOffer",
     "StatusData",
     "TOKEN_PATTERN",
     "Target",

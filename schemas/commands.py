@@ -142,11 +142,13 @@ class PrepareReload(Body, frozen=True, kw_only=True, tag="prepare_weights_reload
     """Check, without any side effect, that this folder could be loaded: root, files, tensors, version.
 
     Refused with `manifest_mismatch` if it is missing, incomplete, or doesn't fit the model. Needs no pause.
+    `sums_digest`: its tensors are read, and their checksums have to have this digest (`rlbus.transfer.sums`), too.
     """
 
     path: str
     version: Version
     allow_rollback: bool = False
+    sums_digest: str | None = None
 
 
 class LoadWeights(Body, frozen=True, kw_only=True, tag="update_weights_from_disk"):

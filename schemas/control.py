@@ -15,6 +15,7 @@ from rlbus.schemas.faults import Fault
 from rlbus.schemas.groups import GroupPlan, Rendezvous
 from rlbus.schemas.ids import OpId, Token, WorkerId
 from rlbus.schemas.membership import Descriptor, WorkerStatus
+from rlbus.schemas.snapshots import SnapshotOffer
 from rlbus.schemas.weights import ManifestPage, TensorSum, Version
 
 
@@ -106,6 +107,8 @@ class UpdateWeights(Request, frozen=True, kw_only=True, tag="update_weights"):
     `num_trainer_ranks` ranks of the trainer come first in the group; rank 0 sends. `sender_id` names the trainer
     process: a group is reused only with the same one. `require` is the number of workers that have to end at the new
     version for the op to count as ok (None: all of the target). Every page of `manifest_digest` was put before.
+    `snapshot` is what the trainer will keep of it. `is_catch_up`: `version` is the fleet's own, given again to the
+    workers of `target` that don't have it; any other mutation takes its place.
     """
 
     version: Version
@@ -122,16 +125,23 @@ class UpdateWeights(Request, frozen=True, kw_only=True, tag="update_weights"):
     reset_prefix_cache: bool = True
     allow_rollback: bool = False
     stall_s: float = 30.0
+    snapshot: SnapshotOffer = SnapshotOffer()
+    is_catch_up: bool = False
 
 
 class ReloadFleet(Request, frozen=True, kw_only=True, tag="reload"):
-    """Give the fleet new weights from a safetensors folder that every worker can read."""
+    """Give the fleet new weights from a safetensors folder that every worker can read.
+
+    `is_catch_up` as in `UpdateWeights`. `sums_digest`: the folder has to have exactly these checksums (None: any).
+    """
 
     path: str
     version: Version | None = None  # None: the fleet's next step
     target: Target = Target()
     pause_mode: PauseMode = PauseMode.KEEP
     allow_rollback: bool = False
+    is_catch_up: bool = False
+    sums_digest: str | None = None
 
 
 class CancelOp(Request, frozen=True, kw_only=True, tag="cancel"):

@@ -11,6 +11,7 @@ from rlbus.schemas.control import (
     UpdateWeights,
 )
 from rlbus.schemas.ids import WorkerId
+from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
@@ -20,24 +21,29 @@ MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | Reload
 class JournalEntry(Wire, frozen=True, kw_only=True):
     """One op: what was asked, of whom, how far it came, and its report once it has ended.
 
-    `held` are members that somebody else had paused before. `verified` are those that have everything and the sender's
-    checksums: whoever is named here may be committed.
+    `boots` are the members' boot ids, in the same order. `held` are members that somebody else had paused before.
+    `verified` are those that have everything and the sender's checksums: whoever is named here may be committed.
     """
 
     item: HistoryItem
     request: MutationRequest
     members: tuple[WorkerId, ...]
+    boots: tuple[str, ...] = ()
     held: tuple[WorkerId, ...] = ()
     verified: tuple[WorkerId, ...] = ()
     report: Report | None = None
 
 
 class FleetMark(Wire, frozen=True, kw_only=True):
-    """The fleet's version, by the leader of `term`; `rolled_back_from` is the highest one that a rollback left."""
+    """The fleet's version, by the leader of `term`; `rolled_back_from` is the highest one that a rollback left.
+
+    `snapshot` is what can bring a worker to `version`.
+    """
 
     term: int
     version: Version
     rolled_back_from: Version | None = None
+    snapshot: FleetSnapshot | None = None
 
 
 class Lease(Wire, frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
 from rlbus.workers.leases import OWN_OP_S, work_of
 from rlbus.workers.ledger import Ledger, come_back, noted
-from rlbus.workers.lifecycle import decide, served_routes
+from rlbus.workers.lifecycle import decide, is_mutation, served_routes
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
@@ -69,6 +69,7 @@ from rlbus.workers.moves import (
 from rlbus.workers.mutations import EngineCall
 from rlbus.workers.observation import Observer, drift
 from rlbus.workers.preconditions import manifest_problem
+from rlbus.workers.refusals import Refusals
 from rlbus.workers.slot import Slot
 from rlbus.workers.state import WorkerState
 
@@ -126,6 +127,7 @@ class Agent:
         )
         self.boot_id = bus.new_id()
         self.journal = Journal()
+        self.refusals = Refusals()
         self.answers = Answers(bus, namespace, component, instance_id, self.boot_id)
         # Set once the subscriptions stand at the server.
         self.ready = asyncio.Event()
@@ -308,6 +310,9 @@ class Agent:
             self._heartbeat.soon()
 
     def _take(self, command: Command, reply: str | None, route: str, is_unicast: bool) -> None:
+        if (known := self.refusals.find(command)) is not None:
+            self._refuse(command, reply, known)
+            return
         record = self.journal.find(command.op_id)
         tensors, outside = (None, None) if record is not None else self._look_outside(command)
         now = self._bus.clock.now()
@@ -341,6 +346,8 @@ class Agent:
 
     def _refuse(self, command: Command, reply: str | None, why: Fault) -> None:
         replies = () if reply is None else (reply,)
+        if is_mutation(command.body):
+            self.refusals.note(command.op_id, hash(command.body), why)
         self.answers.refuse(command.op_id, replies, why, route_of(command.body), self._bus.clock.now())
 
     def _join(self, record: Record, command: Command, reply: str | None) -> None:

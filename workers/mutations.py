@@ -36,6 +36,7 @@ from rlbus.schemas import (
     WeightsView,
     route_of,
 )
+from rlbus.transfer.sums import sums_digest
 from rlbus.workers.checks import REFUSALS, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
 from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started
@@ -119,6 +120,8 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
         case PrepareReload():
             await _check_path(body.path, around)
             await engine.check_checkpoint(body.path)
+            if body.sums_digest is not None:
+                await _check_sums(engine, body.path, body.sums_digest)
         case LoadWeights():
             return await _load(engine, op_id, body, around)
         case GetChecksums():
@@ -183,6 +186,14 @@ async def _check_path(path: str, around: Surroundings) -> None:
     problem = await asyncio.to_thread(path_problem, path, around.weight_roots)
     if problem is not None:
         raise error_from_fault(problem)
+
+
+async def _check_sums(engine: Engine, path: str, digest: str) -> None:
+    """Whether the folder is what the fleet has: a name and a version prove nothing."""
+    found = sums_digest(await engine.checkpoint_sums(path))
+    if found != digest:
+        message = f"{path} isn't what the fleet has: its checksums are others"
+        raise refused(FaultCode.MANIFEST_MISMATCH, message, path=path, found=found, expected=digest)
 
 
 async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundings) -> ResultData:

@@ -28,6 +28,7 @@ from rlbus.workers.moves import (
     Started,
 )
 from rlbus.workers.mutations import EngineCall, Outcome, accepts_late, perform, within
+from rlbus.workers.refusals import Refusals
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
@@ -38,6 +39,7 @@ class Host(Protocol):
 
     journal: Journal
     answers: Answers
+    refusals: Refusals
 
     @property
     def state(self) -> WorkerState:
@@ -259,6 +261,7 @@ class Slot:
         if outcome.is_refused:
             host.journal.forget(record)
             assert outcome.fault is not None
+            host.refusals.note(record.op_id, hash(op.command.body), outcome.fault)
             host.answers.refuse(record.op_id, record.replies, outcome.fault, record.route, self._clock.now())
             return
         status = ResultStatus.OK if outcome.fault is None else ResultStatus.FAILED

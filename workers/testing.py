@@ -227,8 +227,9 @@ async def worker_on_bus(
     boot: str = "boot",
     ledger: Ledger | None = None,
 ) -> AsyncIterator[Rig]:
-    """A started engine and its agent on a bus in memory; both end with the context. A restart has another `boot`.
+    """A started engine and its agent on a bus in memory; both end with the context.
 
+    `boot` is what its ids begin with: another one for a process that follows on one with the same instance id.
     Cancel: both are ended.
     """
     broker = MemoryBroker() if broker is None else broker

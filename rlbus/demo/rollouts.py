@@ -24,12 +24,13 @@ class Endpoint:
 
 
 class Rollouts:
-    """Samples completions from all endpoints in parallel. Used as a context manager; not shared between threads."""
+    """Samples completions from endpoints in parallel, `num_parallel` at a time. Used as a context manager; not shared
+    between threads.
+    """
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self._endpoints = list(endpoints)
+    def __init__(self, num_parallel: int) -> None:
         self._client = httpx.Client(timeout=REQUEST_S, trust_env=False)
-        self._pool = ThreadPoolExecutor(max_workers=2 * len(self._endpoints), thread_name_prefix="rollout")
+        self._pool = ThreadPoolExecutor(max_workers=num_parallel, thread_name_prefix="rollout")
 
     def __enter__(self) -> "Rollouts":
         return self
@@ -38,15 +39,15 @@ class Rollouts:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
-    def sample(self, prompts: Sequence[tuple[int, ...]], num_samples: int, num_tokens: int) -> list[list[Sample]]:
+    def sample(
+        self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], num_samples: int, num_tokens: int
+    ) -> list[list[Sample]]:
         """`num_samples` completions of each prompt at temperature 1; prompts go to the endpoints in turn.
 
         Returns one group per prompt. Raises BrokenError when an endpoint doesn't answer as it should.
         """
         jobs = [
-            self._pool.submit(
-                self._complete, self._endpoints[i % len(self._endpoints)], prompt, num_samples, num_tokens, 1.0
-            )
+            self._pool.submit(self._complete, endpoints[i % len(endpoints)], prompt, num_samples, num_tokens, 1.0)
             for i, prompt in enumerate(prompts)
         ]
         return [job.result() for job in jobs]

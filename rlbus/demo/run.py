@@ -1,8 +1,8 @@
 """`rlbus demo`: server, controller, engines and a trainer, each a process, on a model made on the spot.
 
 Nothing is special about the pieces: the demo starts the same commands that a user would (`rlbus controller`,
-`rlbus worker ...`), and the trainer is a plain script. It ends within bounds, and takes everything down that it
-started.
+`rlbus worker ...`), and the trainer is a plain script. Kill any of them but the trainer: it is started again, as a
+service manager would, and the training goes on. The demo ends within bounds, and takes everything down that it started.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from rlbus._process import Child
 from rlbus.demo.events import Failed, Ready, StepDone, Summary, TrainerEvent, summarise
+from rlbus.demo.services import Services, new_instance_id
 from rlbus.demo.table import StepTable
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError
 from rlbus.server import EmbeddedServer
@@ -66,17 +67,21 @@ async def _run(console: Console, engine: str, workers: int, updates: int) -> Sum
     with _folder() as folder, StepTable(console, title) as table:
         table.status("making a tiny random model")
         model = await asyncio.to_thread(_make_model, folder / "model")
-        async with EmbeddedServer(store_dir=folder / "nats") as server, _stopping() as children:
-            services = await _start(children, server.url, engine, workers, model, folder)
-            trainer = await _start_trainer(children, server.url, engine, workers, updates, model, folder)
+        async with EmbeddedServer(store_dir=folder / "nats") as server, contextlib.AsyncExitStack() as stack:
+            services = await _start(stack, server.url, engine, workers, model, folder)
+            trainer = await _start_trainer(stack, server.url, engine, workers, updates, model, folder)
             table.status(f"waiting for {workers} {engine} engines to start")
+            keeping = asyncio.create_task(services.keep(table.status))
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    async for event in _events(trainer, services, table, workers, engine):
+                    async for event in _events(trainer, services, keeping, table, workers, engine):
                         steps.append(event)
                         table.add(event)
             except TimeoutError as exc:
                 raise DeadlineError("the demo", DEADLINE_S, f"{len(steps)} of {updates} updates were done") from exc
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
             if await trainer.wait() != 0 or len(steps) != updates:
                 raise BrokenError("trainer", f"ended after {len(steps)} of {updates} updates\n{trainer.log_tail()}")
     return summarise(engine, workers, steps)
@@ -97,16 +102,6 @@ def _folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.asynccontextmanager
-async def _stopping() -> AsyncIterator[list[Child]]:
-    """Collects children, and stops all of them at once at the end."""
-    children: list[Child] = []
-    try:
-        yield children
-    finally:
-        await asyncio.gather(*(child.stop() for child in children))
-
-
 def _make_model(folder: Path) -> Path:
     # Needs torch, which the rest of this process doesn't.
     from rlbus.workers.torch_lm.make import make_tiny_model
@@ -115,20 +110,23 @@ def _make_model(folder: Path) -> Path:
     return folder
 
 
-async def _start(children: list[Child], url: str, engine: str, workers: int, model: Path, folder: Path) -> list[Child]:
-    """Start the controller and the workers; each is put into `children` as soon as it runs."""
-    env = {"RLBUS_URL": url, "RLBUS_NAMESPACE": NAMESPACE, **_engine_env(engine)}
+async def _start(
+    stack: contextlib.AsyncExitStack, url: str, engine: str, workers: int, model: Path, folder: Path
+) -> Services:
+    """Start the controller and the workers, which `stack` stops."""
+    services = Services({"RLBUS_URL": url, "RLBUS_NAMESPACE": NAMESPACE, **_engine_env(engine)}, folder)
+    stack.push_async_callback(services.stop)
     jobs: list[tuple[str, list[str]]] = [("controller", ["controller"])]
     for i in range(workers):
-        jobs.append((f"worker-{i + 1}", ["worker", engine, str(model), *_engine_options(engine)]))
+        who = ["--instance-id", new_instance_id()]
+        jobs.append((f"worker-{i + 1}", ["worker", engine, str(model), *who, *_engine_options(engine)]))
     for name, command in jobs:
-        argv = [sys.executable, "-m", "rlbus", *command]
-        children.append(await Child.start(name, argv, env=env, log=folder / f"{name}.log"))
-    return list(children)
+        await services.start(name, [sys.executable, "-m", "rlbus", *command])
+    return services
 
 
 async def _start_trainer(
-    children: list[Child], url: str, engine: str, workers: int, updates: int, model: Path, folder: Path
+    stack: contextlib.AsyncExitStack, url: str, engine: str, workers: int, updates: int, model: Path, folder: Path
 ) -> Child:
     policy = "transformers" if engine == "vllm" else "torch"
     argv = [sys.executable, "-m", "rlbus.demo.trainer", "--url", url, "--namespace", NAMESPACE, "--model", str(model)]
@@ -136,7 +134,7 @@ async def _start_trainer(
     child = await Child.start(
         "trainer", argv, env={"OMP_NUM_THREADS": "1"}, log=folder / "trainer.log", stdout=asyncio.subprocess.PIPE
     )
-    children.append(child)
+    stack.push_async_callback(child.stop)
     return child
 
 
@@ -156,37 +154,30 @@ def _engine_options(engine: str) -> Sequence[str]:
 
 
 async def _events(
-    trainer: Child, children: Sequence[Child], table: StepTable, workers: int, engine: str
+    trainer: Child, services: Services, keeping: "asyncio.Task[None]", table: StepTable, workers: int, engine: str
 ) -> AsyncIterator[StepDone]:
     """The trainer's steps, until its output ends. Raises BrokenError when it, or one of the others, gave up."""
     assert trainer.stdout is not None
     started = time.monotonic()
-    ready = False
     while True:
-        try:
-            async with asyncio.timeout(TICK_S):
-                line = await trainer.stdout.readline()
-        except TimeoutError:
-            _raise_if_ended(children)
-            if not ready:
+        reading = asyncio.ensure_future(trainer.stdout.readline())
+        while not reading.done():
+            await asyncio.wait({reading, keeping}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                reading.cancel()
+                keeping.result()
+            if not services.is_ready:
                 waited = time.monotonic() - started
                 table.status(f"waiting for {workers} {engine} engines to start ({waited:.0f} s)")
-            continue
+        line = reading.result()
         if not line:
             return
         event = msgspec.json.decode(line, type=TrainerEvent)
         match event:
             case Failed(message=message):
-                _raise_if_ended(children)
                 raise BrokenError("trainer", message)
             case Ready(workers=names):
-                ready = True
+                services.is_ready = True
                 table.status(f"training on {', '.join(names)}")
             case StepDone():
                 yield event
-
-
-def _raise_if_ended(children: Sequence[Child]) -> None:
-    for child in children:
-        if child.returncode is not None:
-            raise BrokenError(child.name, f"ended with status {child.returncode}\n{child.log_tail()}")

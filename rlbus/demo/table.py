@@ -61,7 +61,7 @@ class StepTable:
 
     def _render(self) -> Table:
         table = Table(title=self._title, caption=self._status or None)
-        workers = list(self._steps[-1].versions) if self._steps else []
+        workers = list(dict.fromkeys(worker for step in self._steps[-NUM_ROWS:] for worker in step.versions))
         for name in ("step", "reward", *(_short(w) for w in workers), *PHASES, "update s", "probe"):
             table.add_column(name, justify="right")
         for step in self._steps[-NUM_ROWS:]:

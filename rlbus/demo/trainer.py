@@ -7,7 +7,10 @@ Run as `python -m rlbus.demo.trainer`; it reports to the demo by JSON lines on s
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -16,8 +19,9 @@ import rlbus
 from rlbus.demo.events import Failed, Ready, StepDone, TrainerEvent
 from rlbus.demo.policy import NEAR_TIE, Greedy, LanguageModel, Learner, Sample, TorchModel, TransformersModel, greedy
 from rlbus.demo.rollouts import Endpoint, Rollouts
-from rlbus.errors import RLBusError
-from rlbus.schemas import FleetView, Report, WeightsData
+from rlbus.errors import BrokenError, PartialError, RLBusError
+from rlbus.reports import UpdateReport
+from rlbus.schemas import FleetView, OpStatus, Report, WeightsData
 
 NUM_PROMPTS = 8
 SAMPLES_PER_PROMPT = 16
@@ -28,6 +32,11 @@ PROBE_TOKENS = 24
 LEARNING_RATE = 1e-2
 READY_S = 300.0
 UPDATE_S = 60.0
+# Before something is tried again.
+RETRY_S = 0.5
+# How long an engine that failed gets no rollouts: a dead one is known as such by then, and not admitted.
+SHUN_S = 15.0
+T = TypeVar("T")
 
 
 def emit(event: TrainerEvent) -> None:
@@ -44,12 +53,68 @@ def make_prompts(vocab_size: int, seed: int) -> list[tuple[int, ...]]:
 
 
 def endpoints_of(view: FleetView) -> list[Endpoint]:
-    """Where the live workers of a fleet serve completions."""
+    """Where the admitted workers of a fleet serve completions: those that have the fleet's version."""
     return [
         Endpoint(m.worker, m.descriptor.completions_url, m.descriptor.model)
         for m in view.members
-        if m.descriptor.completions_url is not None and m.liveness.value == "alive"
+        if m.descriptor.completions_url is not None and m.admitted
     ]
+
+
+def persist(work: Callable[[], T]) -> T:
+    """Do it again for up to READY_S while something of the fleet is away: an engine, or the controller.
+
+    Raises: RLBusError: the last one, when that time is over.
+    """
+    until_s = time.monotonic() + READY_S
+    while True:
+        try:
+            return work()
+        except RLBusError as exc:
+            if time.monotonic() >= until_s:
+                raise
+            print(f"trying again: {exc}", file=sys.stderr, flush=True)
+            time.sleep(RETRY_S)
+
+
+def admitted(trainer: rlbus.Trainer) -> list[Endpoint]:
+    """The engines that may be sent rollouts. Raises BrokenError: there is none."""
+    endpoints = endpoints_of(trainer.status())
+    if not endpoints:
+        raise BrokenError("the fleet", "no engine is admitted")
+    return endpoints
+
+
+def update(trainer: rlbus.Trainer, model: LanguageModel, step: int) -> UpdateReport:
+    """Give the fleet this step. Who is lost in it is caught up when it is back; the others have it.
+
+    Raises: RLBusError: nobody has it.
+    """
+    report = trainer.update_weights(model.module, version=step, deadline_s=UPDATE_S, check=False)
+    if report.report.status is not OpStatus.PARTIAL and trainer.status().version != report.version:
+        report.raise_for_status()
+    return report
+
+
+class Sampler:
+    """Rollouts by whoever is admitted. One that failed is left out for a while: it may be dead, and not known to be."""
+
+    def __init__(self, trainer: rlbus.Trainer, rollouts: Rollouts) -> None:
+        self._trainer = trainer
+        self._rollouts = rollouts
+        # Until when, by worker, in seconds of the monotonic clock.
+        self._shunned: dict[str, float] = {}
+
+    def sample(self, prompts: Sequence[tuple[int, ...]]) -> list[list[Sample]]:
+        """One batch, a group per prompt. Raises BrokenError: an engine failed, or there is none; to be tried again."""
+        endpoints = admitted(self._trainer)
+        now_s = time.monotonic()
+        fine = [e for e in endpoints if self._shunned.get(e.worker, 0.0) <= now_s]
+        try:
+            return self._rollouts.sample(fine or endpoints, prompts, SAMPLES_PER_PROMPT, COMPLETION_TOKENS)
+        except BrokenError as exc:
+            self._shunned[exc.what] = time.monotonic() + SHUN_S
+            raise
 
 
 class Probe:
@@ -66,7 +131,11 @@ class Probe:
         mismatches = near_ties = 0
         gap = 0.0
         for endpoint in endpoints:
-            theirs = self._rollouts.greedy(endpoint, self._prompt, PROBE_TOKENS)
+            try:
+                theirs = self._rollouts.greedy(endpoint, self._prompt, PROBE_TOKENS)
+            except BrokenError as exc:
+                print(f"not probed: {exc}", file=sys.stderr, flush=True)
+                continue
             num_equal = _num_equal(own, theirs)
             gap = max([gap, *(abs(a - b) for a, b in zip(own.logprobs[:num_equal], theirs.logprobs, strict=False))])
             if num_equal < PROBE_TOKENS:
@@ -85,13 +154,23 @@ def _num_equal(own: Greedy, theirs: Sample) -> int:
     return len(own.tokens)
 
 
-def versions_of(report: Report) -> dict[str, str]:
-    """Each worker's version, by its own answer, as text; "-" where it has none."""
+def versions_of(report: Report, workers: Collection[str]) -> dict[str, str]:
+    """The versions of these workers, by their own answers, as text; "-" where one has none."""
     found = {}
     for outcome in report.outcomes:
+        if outcome.worker not in workers:
+            continue
         weights = outcome.data.weights if isinstance(outcome.data, WeightsData) else None
         found[str(outcome.worker)] = str(weights.version) if weights and weights.version else "-"
     return found
+
+
+def ask_versions(trainer: rlbus.Trainer, workers: Collection[str]) -> dict[str, str]:
+    """Ask them. Who is lost at this moment has no version. Raises: as `Trainer.versions`, except PartialError."""
+    try:
+        return versions_of(trainer.versions(), workers)
+    except PartialError as exc:
+        return versions_of(exc.report, workers)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -101,17 +180,20 @@ def train(args: argparse.Namespace) -> None:
     model: LanguageModel = TransformersModel(args.model) if args.policy == "transformers" else TorchModel(args.model)
     learner = Learner(model, LEARNING_RATE)
     prompts = make_prompts(args.vocab_size, args.seed)
-    with rlbus.Trainer(args.url, namespace=args.namespace) as trainer:
+    # An engine that is killed and comes back gets the weights of the step from this process' memory.
+    with rlbus.Trainer(args.url, namespace=args.namespace, snapshot="memory") as trainer:
         endpoints = endpoints_of(trainer.wait_ready(num_workers=args.workers, deadline_s=READY_S))
         emit(Ready(workers=tuple(e.worker for e in endpoints)))
-        with Rollouts(endpoints) as rollouts:
+        with Rollouts(2 * args.workers) as rollouts:
             probe = Probe(rollouts, model, prompts[0])
+            sampler = Sampler(trainer, rollouts)
             for step in range(1, args.updates + 1):
-                groups = rollouts.sample(prompts, SAMPLES_PER_PROMPT, COMPLETION_TOKENS)
+                groups = persist(partial(sampler.sample, prompts))
                 rewards = [s.reward for group in groups for s in group]
                 learner.step(groups)
-                report = trainer.update_weights(model.module, version=step, deadline_s=UPDATE_S)
-                versions = versions_of(trainer.versions())
+                report = persist(partial(update, trainer, model, step))
+                endpoints = persist(partial(admitted, trainer))
+                versions = persist(partial(ask_versions, trainer, [e.worker for e in endpoints]))
                 mismatches, near_ties, gap = probe.run(endpoints)
                 emit(
                     StepDone(

@@ -33,6 +33,32 @@ class FakeSource:
         return iter([(spec.name, None) for spec in self._specs])
 
 
+class FakeRecording:
+    """Records what a FakePlane sends, which has no values: a trainer's snapshot without torch."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.names: list[str] = []
+        self._specs = tuple(specs)
+
+    def begin(self) -> None:
+        """Forget what was taken."""
+        self.names = []
+
+    def take(self, name: str, tensor: Any) -> None:
+        """Note the name."""
+        self.names.append(name)
+
+    def finish(self) -> FakeSource:
+        """The same tensors again. Raises TransferError: one is missing."""
+        if self.names != [spec.name for spec in self._specs]:
+            raise TransferError("keep a snapshot", f"{self.names} came")
+        return FakeSource(self._specs)
+
+    def discard(self) -> None:
+        """Forget all."""
+        self.names = []
+
+
 @dataclass(slots=True)
 class FakePlaneScript:
     """What a FakePlane does. Durations in seconds of the loop; `fail_*` is the problem that it reports.
@@ -103,6 +129,8 @@ class FakePlane:
         if self.plan is None:
             raise TransferError("send", "no group was joined")
         self.calls.append(f"send {stream_id} {version}")
+        for _ in source:
+            pass  # as a plane with tensors does: whoever records the source sees all of it
         script = self.script
         total = sum(num_bytes(spec) for spec in specs)
         loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 
 from tests.simulation.bugs import BUGS
 from tests.simulation.running import Run, find_bug, simulate, simulate_many
@@ -16,7 +17,7 @@ from tests.simulation.truth import TAIL_LEN
 
 # Lines of trace that are shown for a seed that fails.
 NUM_TAIL_LINES = 40
-# Failing seeds whose trace is shown; of the others only the number.
+# Failing seeds whose trace is shown, of the others only the number; and violations that are shown of each.
 NUM_SHOWN = 5
 # Seeds within which each planted bug has to be caught.
 MAX_BUG_SEEDS = 1000
@@ -46,9 +47,11 @@ def main() -> int:
 def _many(args: argparse.Namespace) -> int:
     began = time.monotonic()
     failed: list[int] = []
+    counts: Counter[str] = Counter()
     for number, run in enumerate(simulate_many(range(args.first, args.first + args.seeds), args.processes), 1):
         if args.digest:
             print(run.seed, run.digest)
+        counts += run.counts
         if not run.is_ok:
             failed.append(run.seed)
             if len(failed) <= NUM_SHOWN:
@@ -66,10 +69,18 @@ def _many(args: argparse.Namespace) -> int:
         "violations": len(failed),
         "seconds": round(time.monotonic() - began, 1),
         "failed": failed[:100],
+        "faults": _named(counts, "fault "),
+        "ops": _named(counts, "op "),
+        "leaders": counts["leaders"],
+        "recovered": _named(counts, "recovered "),
         "planted": {name: {"invariant": BUGS[name].invariant, "seed": seed} for name, seed in planted.items()},
     }
     print(json.dumps(summary))
     return 1 if failed or None in planted.values() else 0
+
+
+def _named(counts: Counter[str], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): n for name, n in sorted(counts.items()) if name.startswith(prefix)}
 
 
 def _show(run: Run, num_lines: int | None) -> None:
@@ -77,7 +88,7 @@ def _show(run: Run, num_lines: int | None) -> None:
     if num_lines is None or not run.is_ok:
         for at_s, kind, what in lines:
             print(f"{at_s:9.3f}  {kind:32}  {what if num_lines is None else what[:SHOWN_CHARS]}")
-    for violation in run.violations:
+    for violation in run.violations if num_lines is None else run.violations[:NUM_SHOWN]:
         print(f"seed {run.seed}: {violation}")
 
 

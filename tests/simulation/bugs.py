@@ -11,11 +11,14 @@ from unittest.mock import patch
 
 import msgspec
 
-from rlbus.controller import admission, transaction
+from rlbus.controller import admission, attempts, transaction, winding
+from rlbus.controller.catching_up import CatchUps
+from rlbus.controller.fence import FencedTransport
 from rlbus.controller.registry import Member, Registry
 from rlbus.schemas import Generation, Liveness
 from rlbus.trainer import Trainer
 from rlbus.workers import checks, lifecycle, mutations
+from rlbus.workers.agent import Agent
 from rlbus.workers.journal import Journal, Record
 
 
@@ -78,6 +81,52 @@ def _obey_old_terms(stack: contextlib.ExitStack) -> None:
     stack.enter_context(patch.object(lifecycle, "_refusal", blind))
 
 
+def _act_without_the_lease(stack: contextlib.ExitStack) -> None:
+    init = FencedTransport.__init__
+
+    def unfenced(fence: FencedTransport, inner: Any, may_publish: Any) -> None:
+        init(fence, inner, lambda: True)
+
+    stack.enter_context(patch.object(FencedTransport, "__init__", unfenced))
+
+
+def _retry_in_the_same_group(stack: contextlib.ExitStack) -> None:
+    again = attempts.next_attempt
+
+    def stale(state: Any) -> Any:
+        after = again(state)
+        return replace(after, plan=replace(after.plan, next_epoch=after.plan.next_epoch - 1))
+
+    stack.enter_context(patch.object(attempts, "next_attempt", stale))
+    for module in (transaction, winding):
+        if hasattr(module, "next_attempt"):
+            stack.enter_context(patch.object(module, "next_attempt", stale))
+
+
+def _admit_who_is_caught_up(stack: contextlib.ExitStack) -> None:
+    unadmitted, begin = Registry.unadmitted, CatchUps._begin
+    begun: set[str] = set()
+
+    def noted(catch_ups: CatchUps, snapshot: Any, workers: Any, now_s: float) -> None:
+        begun.update(workers)
+        begin(catch_ups, snapshot, workers, now_s)
+
+    def trusting(registry: Registry, member: Member) -> str | None:
+        is_running = member.status.generation is Generation.RUNNING and member.liveness is Liveness.ALIVE
+        return None if member.worker in begun and is_running else unadmitted(registry, member)
+
+    stack.enter_context(patch.object(CatchUps, "_begin", noted))
+    stack.enter_context(patch.object(Registry, "unadmitted", trusting))
+
+
+def _never_catch_up(stack: contextlib.ExitStack) -> None:
+    stack.enter_context(patch.object(CatchUps, "tick", lambda *_: None))
+
+
+def _never_end_leases(stack: contextlib.ExitStack) -> None:
+    stack.enter_context(patch.object(Agent, "_on_lease_end", lambda *_: None))
+
+
 def _obey_what_expired(stack: contextlib.ExitStack) -> None:
     refusal = lifecycle._refusal
 
@@ -100,7 +149,12 @@ BUGS = {
     "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 60, _bury_the_living),
     "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 30, _forget_what_ended),
     "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 100, _obey_old_terms),
+    "act-without-the-lease": Bug("I5", "a leader speaks on when its lease is over", 100, _act_without_the_lease),
     "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 100, _obey_what_expired),
+    "admit-who-is-caught-up": Bug("I1", "who is being caught up is admitted at once", 200, _admit_who_is_caught_up),
+    "never-catch-up": Bug("I3", "nobody is brought to the fleet's version", 100, _never_catch_up),
+    "never-end-leases": Bug("I3", "a pause whose owner died doesn't end", 200, _never_end_leases),
+    "retry-in-the-same-group": Bug("I5", "a retry takes the epoch that broke", 200, _retry_in_the_same_group),
     "take-any-version": Bug("I6", "nobody checks that versions grow", 100, _take_any_version),
 }
 

@@ -1,6 +1,7 @@
 """How simulated engines misbehave: a script whose steps are drawn as they are played."""
 
 import random
+from collections.abc import Callable
 
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.engines.fake_script import Step
@@ -15,8 +16,9 @@ _SLOW_S = (0.3, 1.5, 8.0)
 class DrawnScript:
     """Steps from the faults that the scenario allows, until it `is_calm`."""
 
-    def __init__(self, scenario: Scenario, rng: random.Random) -> None:
+    def __init__(self, scenario: Scenario, rng: random.Random, count: Callable[[str], None]) -> None:
         self.is_calm = False
+        self._count = count
         self._scenario = scenario
         self._rng = rng
 
@@ -56,4 +58,7 @@ class DrawnScript:
     def _happens(self, kind: str, part: float = 1.0) -> bool:
         if not self._scenario.has(kind):
             return False
-        return self._rng.random() < self._scenario.engine_chance * part
+        happens = self._rng.random() < self._scenario.engine_chance * part
+        if happens:
+            self._count(f"fault {kind}")
+        return happens

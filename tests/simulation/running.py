@@ -3,19 +3,28 @@
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from unittest.mock import patch
 
+from rlbus.controller import catching_up, leader
 from rlbus.errors import RLBusError
 from tests.simulation.bugs import BUGS, planted
 from tests.simulation.scenario import draw
+from tests.simulation.stopping import SimulationLoop, StoppableLoop
 from tests.simulation.truth import TAIL_LEN, Truth, Violation
-from tests.simulation.world import SimulationLoop, World
+from tests.simulation.world import World
 
 # Virtual seconds after which a run that hasn't ended counts as one that never does.
 MAX_RUN_S = 600.0
+# How long a catch-up from disk may take, in seconds: an engine that began to hang in the last moment before the faults
+# ended has to be given up within the time to recover.
+RELOAD_DEADLINE_S = 15.0
+# How often a standby looks for the lease, in seconds: rarer than it does, since that is what a run does most of.
+POLL_S = 0.6
 # Seeds that one process takes at a time.
 CHUNK = 25
 
@@ -30,6 +39,8 @@ class Run:
     tail: tuple[tuple[float, str, str], ...]
     num_messages: int
     num_tokens: int
+    # How often what happened: faults that were drawn, and how ops ended.
+    counts: Counter[str]
 
     @property
     def is_ok(self) -> bool:
@@ -40,17 +51,26 @@ class Run:
 def simulate(seed: int, bug: str | None = None, *, tail_len: int | None = TAIL_LEN) -> Run:
     """Run one seed, with one bug planted if it is named (see `bugs`). `tail_len`: lines of trace to keep, None: all."""
     truth = Truth(tail_len)
-    world = World(draw(seed), truth)
+    scenario = draw(seed)
+    world = World(scenario, truth)
+    loop_type = StoppableLoop if scenario.stops else SimulationLoop
     ends: list[Violation] = []
-    with planted(bug), _quiet(), asyncio.Runner(loop_factory=lambda: SimulationLoop(MAX_RUN_S)) as runner:
+    with planted(bug), _quiet(), _scaled(), asyncio.Runner(loop_factory=lambda: loop_type(MAX_RUN_S)) as runner:
         try:
             runner.run(world.run())
         except RLBusError as exc:
             ends.append(Violation("I3", MAX_RUN_S, f"the run didn't end: {exc}"))
         # What is cancelled with the loop is no part of the run.
         violations, digest, tail = (*truth.violations, *ends), truth.digest, tuple(truth.tail)
-        num_messages, num_tokens = truth.num_messages, truth.num_tokens
-    return Run(seed, violations, digest, tail, num_messages, num_tokens)
+        num_messages, num_tokens, counts = truth.num_messages, truth.num_tokens, truth.counts.copy()
+    return Run(seed, violations, digest, tail, num_messages, num_tokens, counts)
+
+
+@contextlib.contextmanager
+def _scaled() -> Iterator[None]:
+    """Times of rlbus that aren't settings, as the simulation needs them."""
+    with patch.object(catching_up, "RELOAD_DEADLINE_S", RELOAD_DEADLINE_S), patch.object(leader, "POLL_S", POLL_S):
+        yield
 
 
 @contextlib.contextmanager

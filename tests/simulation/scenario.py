@@ -8,6 +8,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from rlbus._memory import NO_FAULTS
+from rlbus.schemas import OnFailure, SnapshotKind
 from rlbus.testing import Faults
 
 # Virtual seconds in which ops and faults happen.
@@ -19,7 +21,9 @@ HEARTBEAT_S = 2.0
 # How late messages of a party that lags may be, in seconds: later than most commands are valid.
 MAX_LAG_S = 9.0
 # Part of the runs in which a kind of fault is possible at all.
-PART_PER_KIND = 0.35
+PART_PER_KIND = 0.3
+# Kinds in which a process stands still; such runs need a loop that asks whether it does.
+STOPPING_KINDS = frozenset({"stop", "controller-stop"})
 
 KINDS = (
     "drop",
@@ -30,9 +34,17 @@ KINDS = (
     "lag",
     "disconnect",
     "blackout",
+    "stop",
     "worker-crash",
+    "worker-restart",
     "controller-crash",
-    "controller-zombie",
+    "controller-restart",
+    "controller-stop",
+    "controller-cut",
+    "controller-lag",
+    "store-drop",
+    "store-cut",
+    "store-blackout",
     "trainer-crash",
     "trainer-zombie",
     "slow-verbs",
@@ -49,9 +61,16 @@ _MOMENTS = {
     "lag": 3,
     "disconnect": 3,
     "blackout": 1,
+    "stop": 3,
     "worker-crash": 3,
+    "worker-restart": 2,
     "controller-crash": 2,
-    "controller-zombie": 1,
+    "controller-restart": 2,
+    "controller-stop": 2,
+    "controller-cut": 2,
+    "controller-lag": 2,
+    "store-cut": 2,
+    "store-blackout": 1,
     "trainer-crash": 2,
     "trainer-zombie": 1,
 }
@@ -62,8 +81,16 @@ _LONG_S = {
     "partition": 12.0,
     "disconnect": 12.0,
     "blackout": 10.0,
-    "controller-zombie": 10.0,
+    "stop": 12.0,
+    "controller-stop": 10.0,
+    "controller-cut": 10.0,
+    "store-cut": 8.0,
+    "store-blackout": 8.0,
 }
+
+
+# What is asked, and how often.
+_VERBS = {"update": 8, "pause": 2, "resume": 3, "flush": 1, "abort": 1, "versions": 1, "reload": 1, "repeat": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +122,21 @@ class Scenario:
     sizes: tuple[int, ...]
     kinds: frozenset[str]
     faults: Faults
+    # Of the controllers' connections to the store.
+    store_faults: Faults
+    num_controllers: int
+    snapshot: SnapshotKind
     skews_s: tuple[float, ...]
     asks: tuple[Ask, ...]
     mishaps: tuple[Mishap, ...]
     send_s: float
     # Chance per engine call that a fault of a kind that is possible happens.
     engine_chance: float
+
+    @property
+    def stops(self) -> bool:
+        """Whether some process may stand still for a while."""
+        return not self.kinds.isdisjoint(STOPPING_KINDS)
 
     def has(self, kind: str) -> bool:
         """Whether this kind of fault is possible."""
@@ -117,7 +153,10 @@ def draw(seed: int) -> Scenario:
         sizes=sizes,
         kinds=kinds,
         faults=_draw_faults(rng, kinds),
-        skews_s=tuple(rng.uniform(-MAX_SKEW_S, MAX_SKEW_S) for _ in range(len(sizes) + 3)),
+        store_faults=_draw_store_faults(rng, kinds),
+        num_controllers=rng.choice((1, 2, 2)),
+        snapshot=rng.choice((SnapshotKind.MEMORY, SnapshotKind.MEMORY, SnapshotKind.DISK, SnapshotKind.NONE)),
+        skews_s=tuple(rng.uniform(-MAX_SKEW_S, MAX_SKEW_S) for _ in range(len(sizes) + 4)),
         asks=_draw_asks(rng),
         mishaps=_draw_mishaps(rng, kinds),
         send_s=rng.choice((0.0, 0.1, 0.5, 2.0)),
@@ -126,12 +165,20 @@ def draw(seed: int) -> Scenario:
 
 
 def _draw_faults(rng: random.Random, kinds: frozenset[str]) -> Faults:
-    return Faults(
+    faults = Faults(
         drop=rng.choice((0.01, 0.05, 0.15)) if "drop" in kinds else 0.0,
         duplicate=rng.choice((0.05, 0.3)) if "duplicate" in kinds else 0.0,
         reorder=rng.choice((0.05, 0.3)) if "reorder" in kinds else 0.0,
         delay_s=(0.0, rng.choice((0.01, 0.1, 0.6))) if "delay" in kinds else (0.0, 0.0),
     )
+    return NO_FAULTS if faults == NO_FAULTS else faults
+
+
+def _draw_store_faults(rng: random.Random, kinds: frozenset[str]) -> Faults:
+    """Calls of the store that are lost on their way, or done and not confirmed. Too many, and nobody ever leads."""
+    delay_s = (0.0, rng.choice((0.01, 0.1, 0.3))) if "delay" in kinds else (0.0, 0.0)
+    faults = Faults(drop=rng.choice((0.02, 0.1, 0.3)) if "store-drop" in kinds else 0.0, delay_s=delay_s)
+    return NO_FAULTS if faults == NO_FAULTS else faults
 
 
 def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:
@@ -145,16 +192,21 @@ def _draw_asks(rng: random.Random) -> tuple[Ask, ...]:
 
 def _draw_ask(rng: random.Random, at_s: float) -> Ask:
     verb = rng.choices(
-        ("update", "pause", "resume", "flush", "abort", "versions", "repeat"), weights=(8, 2, 3, 1, 1, 1, 1)
+        ("update", "pause", "resume", "flush", "abort", "versions", "reload", "repeat"),
+        weights=(8, 2, 3, 1, 1, 1, 1, 1),
     )[0]
     options: dict[str, Any] = {"deadline_s": rng.choice((2.0, 6.0, 12.0))}
-    if verb in ("update", "pause"):
-        options["pause_mode" if verb == "update" else "mode"] = rng.choice(("keep", "keep", "wait", "abort"))
+    if verb == "pause":
+        # None: until the operator resumes.
+        options["lease_s"] = rng.choice((None, 2.0, 8.0))
+    if verb in ("update", "pause", "reload"):
+        options["mode" if verb == "pause" else "pause_mode"] = rng.choice(("keep", "keep", "wait", "abort"))
     if verb == "update":
         options |= {
             "stall_s": rng.choice((2.0, 5.0)),
             "reset_prefix_cache": rng.random() < 0.7,
             "require": rng.choice((None, None, None, 1)),
+            "on_failure": rng.choice((OnFailure.RETRY, OnFailure.RETRY, OnFailure.STOP)),
             "goal": rng.choices(("next", "same", "older", "rollback"), weights=(12, 2, 2, 1))[0],
         }
     return Ask(at_s, verb, options, rng.uniform(0.1, 5.0) if rng.random() < 0.1 else None)

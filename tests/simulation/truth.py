@@ -6,11 +6,12 @@ engine saw its contract broken.
 
 import asyncio
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from rlbus.controller.takeover import PHASE
 from rlbus.schemas import Outcome, Report, Version, WorkerId
 
 # What is kept of a run's trace, in messages and notes.
@@ -65,12 +66,20 @@ class Truth:
         self.tail: deque[tuple[float, str, str]] = deque(maxlen=tail_len)
         self.num_messages = 0
         self.num_tokens = 0
+        # How often what happened, by name: faults, and how ops ended.
+        self.counts: Counter[str] = Counter()
         # Versions that somebody asked to roll back to.
         self.rollbacks: set[Version] = set()
+        # Versions that somebody took from a folder that is no snapshot.
+        self.given: set[Version] = set()
+        # By version, the updates that some engine took it in.
+        self.committed_by: dict[Version, set[str]] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self._num_begun = 0
         # (worker, update) of every commit.
         self._commits: set[tuple[str, str]] = set()
+        # (worker, version) of every commit.
+        self._taken: set[tuple[str, Version | None]] = set()
 
     @property
     def now_s(self) -> float:
@@ -81,6 +90,10 @@ class Truth:
     def digest(self) -> str:
         """Of everything that was noted so far, with its times."""
         return self._digest.hexdigest()
+
+    def count(self, what: str) -> None:
+        """It happened once more."""
+        self.counts[what] += 1
 
     def note(self, kind: str, what: str) -> None:
         """Something happened."""
@@ -128,13 +141,25 @@ class Truth:
         """An engine joins the group of `epoch`."""
         begun = CURRENT.get()
         group = (0 if begun is None else begun.term, epoch)
-        if group < boot.group:
+        if group <= boot.group:
             self.broken("I5", f"{boot.worker} joined group {epoch} of term {group[0]} after {boot.group}")
         boot.group = max(group, boot.group)
 
-    def committed(self, boot: Boot, version: Version, held: Mapping[str, Version], update_op_id: str) -> None:
-        """An engine labels its weights."""
+    def committed(
+        self,
+        boot: Boot,
+        version: Version,
+        held: Mapping[str, Version],
+        update_op_id: str,
+        *,
+        is_given: bool = False,
+    ) -> None:
+        """An engine labels its weights; `is_given`: they are from a folder that no trainer keeps as a snapshot."""
+        if is_given:
+            self.given.add(version)
         self._commits.add((boot.worker, update_op_id))
+        self._taken.add((boot.worker, version))
+        self.committed_by.setdefault(version, set()).add(update_op_id)
         wrong = {name: str(v) for name, v in held.items() if v != version}
         if wrong:
             self.broken("I2", f"{boot.worker} labelled weights as {version} that are {wrong}")
@@ -156,6 +181,7 @@ class Truth:
     def reported(self, report: Report) -> None:
         """A caller got the report of an op for the first time."""
         workers = [o.worker for o in report.outcomes]
+        self.count(f"op {report.op} {report.status.value}")
         self.note("report", f"{report.op} {report.op_id} {report.status.value} {report.outcomes} {report.fault}")
         if len(set(workers)) != len(workers):
             self.broken("I4", f"op {report.op_id} has several outcomes for one worker: {workers}")
@@ -163,13 +189,21 @@ class Truth:
             return
         for outcome in report.outcomes:
             has_it = any(w == outcome.worker and _is_of(report.op_id, op_id) for w, op_id in self._commits)
-            if outcome.outcome is Outcome.OK and not has_it:
+            # Who takes an op over sees what a worker has, and not in which op it took that.
+            is_seen = outcome.phase == PHASE and (outcome.worker, report.version) in self._taken
+            if outcome.outcome is Outcome.OK and not (has_it or is_seen):
                 self.broken("I4", f"{report.op_id} is ok on {outcome.worker}, which committed nothing for it")
             if outcome.outcome in (Outcome.REFUSED, Outcome.UNDONE, Outcome.SKIPPED) and has_it:
                 self.broken("I4", f"{report.op_id} is {outcome.outcome.value} on {outcome.worker}, which committed it")
 
+    def raised(self, op: str, error: Exception) -> None:
+        """A caller got an exception instead of a report."""
+        self.count(f"op {op} raised {type(error).__name__}")
+        self.note("raised", f"{op}: {error}")
+
     def repeated(self, first: Report, again: Report) -> None:
         """The same controller was asked for the same op once more."""
+        self.count("op repeated")
         if first != again:
             self.broken("I4", f"op {first.op_id} has two reports: {first} and {again}")
 

@@ -71,6 +71,9 @@ WHO: dict[str, Any] = {"op_id": "op-1", "component": "backend", "instance_id": "
 ASKED: dict[str, Any] = {"op_id": "op-1", "deadline_s": 12.5, "caller": "trainer-0"}
 EVENT: dict[str, Any] = {"component": "backend", "instance_id": "7", "at": 1700000000.5, "op_id": "op-1"}
 
+OFFER = s.SnapshotOffer(kind=s.SnapshotKind.MEMORY, inbox="_INBOX.a.1", path="/snapshots/1.41")
+SNAPSHOT = s.FleetSnapshot(version=V1, offer=OFFER, backend="gloo", pause_mode=s.PauseMode.ABORT, sums_digest="d2")
+
 BODIES: tuple[s.CommandBody, ...] = (
     s.Hello(),
     s.GetStatus(),
@@ -87,7 +90,7 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.ReceiveWeights(update_op_id="up-1", epoch=3, version=V2, manifest_digest="d1", bucket_bytes=1048576),
     s.CommitWeights(update_op_id="up-1", version=V2),
     s.AbortWeights(update_op_id="up-1", reason="sender gave up"),
-    s.PrepareReload(path="/models/step-42", version=V2, allow_rollback=True),
+    s.PrepareReload(path="/models/step-42", version=V2, allow_rollback=True, sums_digest="d2"),
     s.LoadWeights(path="/models/step-42", version=V2, allow_rollback=True),
     s.GetVersion(),
     s.GetChecksums(),
@@ -173,11 +176,22 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
             reset_prefix_cache=False,
             allow_rollback=True,
             stall_s=7.5,
+            snapshot=OFFER,
+            is_catch_up=True,
         ),
     ),
     (
         s.ControlRequest,
-        s.ReloadFleet(**ASKED, path="/m", version=V2, target=TARGET, pause_mode=s.PauseMode.ABORT, allow_rollback=True),
+        s.ReloadFleet(
+            **ASKED,
+            path="/m",
+            version=V2,
+            target=TARGET,
+            pause_mode=s.PauseMode.ABORT,
+            allow_rollback=True,
+            is_catch_up=True,
+            sums_digest="d2",
+        ),
     ),
     (s.ControlRequest, s.CancelOp(**ASKED, of_op_id="op-0")),
     (
@@ -251,12 +265,14 @@ EXAMPLES += (
             item=HISTORY_ITEM,
             request=s.FlushFleet(**ASKED, target=TARGET),
             members=(s.worker_id("backend", "7"),),
+            boots=("b1",),
             held=(s.worker_id("backend", "7"),),
             verified=(s.worker_id("backend", "7"),),
             report=REPORT,
         ),
     ),
-    (s.FleetMark, s.FleetMark(term=4, version=V1, rolled_back_from=V2)),
+    (s.CatchUpTask, s.CatchUpTask(op_id="op-1", version=V1, workers=(s.worker_id("backend", "7"),))),
+    (s.FleetMark, s.FleetMark(term=4, version=V1, rolled_back_from=V2, snapshot=SNAPSHOT)),
     (s.Lease, s.Lease(holder="h1", name="host/7", since=1.5)),
 )
 

@@ -28,6 +28,7 @@ from rlbus.schemas import (
     RankSpan,
     ReceivedData,
     TensorSpec,
+    TensorSum,
     Version,
 )
 
@@ -185,6 +186,14 @@ class Engine(Protocol):
         there, its files are complete by their headers, and its tensors are the model's.
 
         Raises ManifestError saying what is wrong. Cancel: leaves nothing.
+        """
+        ...
+
+    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
+        """The checksums of a folder's tensors, as rlbus computes them of what is sent (`rlbus.workers.folder_sums`).
+
+        Reads all of it, without side effects, also while the engine generates. Raises ManifestError as
+        `check_checkpoint`. Cancel: a thread may go on reading.
         """
         ...
 

@@ -209,16 +209,22 @@ class FakeEngine:
         """See `Engine`."""
         await self._play("check_checkpoint")
         try:
-            _read_checkpoint(path)
+            self._read(path)
         except (OSError, ValueError, TypeError) as exc:
             raise refused(FaultCode.MANIFEST_MISMATCH, f"{path}: {type(exc).__name__}", path=path) from exc
+
+    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
+        """See `Engine`. Those of a transfer of the same version."""
+        await self._play("checkpoint_sums")
+        content = self._read(path)
+        return tuple(TensorSum(name=t.name, checksum=fake_sum(t.name, content, t.shape)) for t in self.tensors)
 
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. Reads what `save` wrote."""
         step = self._note("load_weights")
         await asyncio.sleep(step.latency_s)
         try:
-            content = _read_checkpoint(path)
+            content = self._read(path)
         except (OSError, ValueError, TypeError) as exc:
             raise UpdateFailedError(_failed(f"{path}: {type(exc).__name__}"), weights_touched=False) from exc
         for index, spec in enumerate(self.tensors):
@@ -255,6 +261,10 @@ class FakeEngine:
         return len(set(self.held.values())) > 1
 
     # --- within
+
+    def _read(self, path: str) -> Version:
+        """What `save` wrote."""
+        return Version(**json.loads((Path(path) / CHECKPOINT).read_text()))
 
     def _note(self, verb: str) -> Step:
         """Count a call; the step that is scripted for it."""
@@ -360,11 +370,6 @@ class FakeEngine:
         if spec.name == wrong:
             checksum = "0" * 15 + ("1" if checksum[-1] == "0" else "0")
         return TensorSum(name=spec.name, checksum=checksum)
-
-
-def _read_checkpoint(path: str) -> Version:
-    """What `FakeEngine.save` wrote."""
-    return Version(**json.loads((Path(path) / CHECKPOINT).read_text()))
 
 
 def _claim(step: Step, is_touched: bool) -> bool:

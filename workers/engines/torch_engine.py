@@ -26,6 +26,7 @@ from rlbus.schemas import (
     RankSpan,
     ReceivedData,
     TensorSpec,
+    TensorSum,
     Version,
 )
 from rlbus.transfer.bounded import run_in_thread
@@ -34,6 +35,7 @@ from rlbus.transfer.manifest import num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.torch_rank import ChildRank, OwnRank
 from rlbus.workers.engines.torch_ranks import Ranks, Slowest, Standing, agreed, check_equal, first_bad
+from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.torch_lm.completions import find_tokenizer
 from rlbus.workers.torch_lm.generate import Finished
 from rlbus.workers.torch_lm.generate import Generation as Generator
@@ -246,6 +248,10 @@ class TorchEngine:
         if not await asyncio.to_thread(self._may_read, path):
             raise error_from_fault(self._not_below(path))
         await asyncio.to_thread(self._rank.check_folder, path)
+
+    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
+        """See `Engine`."""
+        return await read_sums(path)
 
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. Untouched unless every rank could read everything."""

@@ -12,33 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlbus.schemas import TensorSpec
+from rlbus.transfer.folder import DTYPES, LENGTH, MAX_HEADER_BYTES
 from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.checkpoint import CheckpointError, accepts, checkpoint_files
 
 HEAD = "lm_head.weight"
-# Source: safetensors' own limit of a header.
-MAX_HEADER_BYTES = 100_000_000
-_LENGTH = struct.Struct("<Q")
-# How safetensors spells dtypes -> how torch does. Source: safetensors 0.7, `Dtype`.
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +79,7 @@ def read_file(path: Path) -> tuple[TensorSpec, ...]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            (length,) = LENGTH.unpack(file.read(LENGTH.size))
             if length > min(MAX_HEADER_BYTES, size):
                 raise CheckpointError(str(path), "is truncated within its header, or no safetensors file")
             header = json.loads(file.read(length))
@@ -110,8 +88,8 @@ def read_file(path: Path) -> tuple[TensorSpec, ...]:
         raise CheckpointError(str(path), exc.strerror or type(exc).__name__) from exc
     except (struct.error, ValueError, KeyError, AttributeError, TypeError) as exc:
         raise CheckpointError(str(path), f"is no safetensors file ({type(exc).__name__})") from exc
-    if size != _LENGTH.size + length + end:
-        text = f"has {size} bytes, by its header {_LENGTH.size + length + end}: it is truncated, or still being written"
+    if size != LENGTH.size + length + end:
+        text = f"has {size} bytes, by its header {LENGTH.size + length + end}: it is truncated, or still being written"
         raise CheckpointError(str(path), text)
     return specs
 
@@ -123,7 +101,7 @@ def _parse(header: dict[str, Any]) -> tuple[tuple[TensorSpec, ...], int]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = DTYPES[entry["dtype"]]
         specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(int(dim) for dim in entry["shape"])))
         end = max(end, int(entry["data_offsets"][1]))
     return tuple(specs), end

@@ -26,6 +26,7 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.exchange import Exchange
@@ -249,6 +250,10 @@ class VllmEngine:
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
         await self._ready().check_folder(path)
+
+    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
+        """See `Engine`."""
+        return await read_sums(path)
 
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbus._kv import Kv
+from rlbus._snapshots import Snapshots
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
 from rlbus.controller.reign import reign
@@ -35,11 +36,13 @@ class Process:
 class Stage:
     """Workers with fake engines, a trainer, and as many controller processes as are started."""
 
-    def __init__(self, broker: MemoryBroker, workers: list[Rig], bus: Bus, plane: FedPlane) -> None:
+    def __init__(
+        self, broker: MemoryBroker, workers: list[Rig], bus: Bus, plane: FedPlane, snapshots: Snapshots | None
+    ) -> None:
         self.broker = broker
         self.workers = workers
         self.client = FleetClient(bus, "test", caller="test")
-        self.trainer = Trainer(bus, "test", plane)
+        self.trainer = Trainer(bus, "test", plane, snapshots=snapshots)
         self.processes: list[Process] = []
         self.cut: list[Process] = []
         self.on_command: Callable[[Command], None] = lambda _: None
@@ -100,8 +103,12 @@ class Stage:
         return [(r.agent.status().weights.state, r.agent.status().weights.version) for r in self.workers]
 
 
-def play(workers: Sequence[Worker], scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario with two controller processes, of which "a" leads."""
+def play(
+    workers: Sequence[Worker],
+    scenario: Callable[[Stage], Coroutine[Any, Any, None]],
+    snapshots: Snapshots | None = None,
+) -> None:
+    """Run a scenario with two controller processes, of which "a" leads. `snapshots` is what the trainer keeps."""
 
     async def main() -> None:
         broker, plane = MemoryBroker(), FedPlane()
@@ -109,7 +116,7 @@ def play(workers: Sequence[Worker], scenario: Callable[[Stage], Coroutine[Any, A
         async with AsyncExitStack() as stack:
             rigs = [await stack.enter_async_context(start(broker)) for start in workers]
             bus = await stack.enter_async_context(Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids("op")))
-            stage = Stage(broker, rigs, bus, plane)
+            stage = Stage(broker, rigs, bus, plane, snapshots)
             stage.start("a")
             await stage.leader()
             stage.start("b")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from rlbus._snapshots import Snapshots
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.controller.testing import Fleet, fleet_on_bus
@@ -12,6 +13,7 @@ from rlbus.schemas import Command, FaultCode, Generation, Report, TensorSpec, Wo
 from rlbus.testing import MemoryBroker, MemoryTransport, run
 from rlbus.transfer.fake import FakePlane, FakePlaneScript, FakeSource
 from rlbus.transfer.plane import Sent, WeightSource
+from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import ReceiveOrder
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
@@ -67,6 +69,10 @@ class Scene:
         self._spy = Bus(fleet.broker.connect())
         self._spy.subscribe("dyn.test.*.rl.>", Command, lambda c, m: self.commands.append((c, m.subject)))
 
+    def spy(self, pattern: str, as_type: Any, handler: Callable[[Any, Message], None]) -> None:
+        """Hear what goes over the bus from now on."""
+        self._spy.subscribe(pattern, as_type, handler)
+
     async def update(self, step: int, **options: Any) -> Report:
         """Give the fleet version 0.`step`; the report, whatever it says."""
         return await self.fleet.update(step, DEFAULT_TENSORS, **options)
@@ -119,16 +125,14 @@ class Scene:
         self.fleet.broker.heal(transport)
 
 
-def worker(number: int, steps: Steps | None = None, *, boot: str = "boot", **engine: Any) -> Worker:
-    """The worker "backend/<number>", whose engine does what is scripted."""
+def worker(
+    number: int, steps: Steps | None = None, boot: str = "boot", config: AgentConfig | None = None, **engine: Any
+) -> Worker:
+    """The worker "backend/<number>", whose engine does what is scripted. `boot` tells one process from the next."""
 
     def start(broker: MemoryBroker) -> AbstractAsyncContextManager[Rig]:
-        return worker_on_bus(
-            FakeEngine(FakeScript(steps or {}), feed=_feed, **engine),
-            broker=broker,
-            instance_id=str(number),
-            boot=boot,
-        )
+        made = FakeEngine(FakeScript(steps or {}), feed=_feed, **engine)
+        return worker_on_bus(made, broker=broker, instance_id=str(number), boot=boot, config=config)
 
     return start
 
@@ -137,12 +141,13 @@ def play(
     workers: Sequence[Worker],
     scenario: Callable[[Scene], Coroutine[Any, Any, None]],
     plane: FakePlaneScript | None = None,
+    snapshots: Snapshots | None = None,
 ) -> None:
     """Run one scenario, and check that no engine was asked for anything out of order."""
 
     async def main() -> None:
         _planes.append(FedPlane(plane))
-        async with fleet_on_bus(workers, plane=_planes[-1]) as fleet:
+        async with fleet_on_bus(workers, plane=_planes[-1], snapshots=snapshots) as fleet:
             await scenario(Scene(fleet))
             assert [r.engine.violations for r in fleet.workers] == [[] for _ in fleet.workers]
 

@@ -76,8 +76,8 @@ def test_receive_needs_pause_preparation_and_the_right_epoch() -> None:
         await rig.send(InitGroup(plan=rig.plan(4)))
         assert code_of(await rig.receive(V1, DEFAULT_TENSORS, epoch=3).result()) is FaultCode.STALE_EPOCH
         assert code_of(await rig.receive(V1, DEFAULT_TENSORS, epoch=4).result()) is FaultCode.WRONG_STATE
-        await rig.prepare(V1, DEFAULT_TENSORS)
-        refused = await rig.receive(V1, DEFAULT_TENSORS, epoch=4).result()
+        await rig.prepare(V1, DEFAULT_TENSORS, "v")
+        refused = await rig.receive(V1, DEFAULT_TENSORS, op_id="v", epoch=4).result()
         assert refused.fault is not None
         assert refused.fault.message == "the worker is not paused; pause it first"
         assert "receive_weights" not in rig.engine.calls

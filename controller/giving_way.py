@@ -1,0 +1,115 @@
+"""Requests that take the place of a running catch-up: it is stopped, and they begin when it has ended.
+
+A catch-up is the controller's own idea, so nobody is ever told `busy` because of it.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlbus._transport import Message
+from rlbus.bus import Bus
+from rlbus.controller.causes import fault
+from rlbus.controller.desk import Desk, Running
+from rlbus.controller.op import publish
+from rlbus.controller.registry import Member
+from rlbus.schemas import Fault, FaultCode, OpAccepted, OpProgress, Refusal, ReloadFleet, Target, UpdateWeights
+
+_log = logging.getLogger("rlbus.controller")
+
+# How long a catch-up may take to be taken back before it is dropped as it is, in seconds: what it left on its workers
+# is what the next update finds on any torn worker.
+GIVE_WAY_S = 10.0
+# Requests that wait at the same time; one more is refused as busy.
+MAX_WAITING = 32
+# Dropped catch-ups that are remembered, for who is still at one.
+MAX_DROPPED = 16
+# Between two signs of life to who waits. Source: clients ask again after 5 s without one (rlbus._conversation).
+TELL_S = 1.0
+
+
+def is_catch_up(request: object) -> bool:
+    """Whether this request only brings workers to the version that the fleet has."""
+    return isinstance(request, UpdateWeights | ReloadFleet) and request.is_catch_up
+
+
+class GivingWay:
+    """Who waits for the running catch-up to end. `again` takes a request as if it came in then."""
+
+    def __init__(self, bus: Bus, desk: Desk, again: Callable[[Any, Message], None]) -> None:
+        self._bus = bus
+        self._desk = desk
+        self._again = again
+        # By op id, in the order in which they came.
+        self._waiting: dict[str, tuple[Any, Message]] = {}
+        self._stopping: Running | None = None
+        # Catch-ups that were dropped, the newest last.
+        self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
+        self._drop_at_s = 0.0
+        self._tell_at_s = 0.0
+
+    def takes_place(self, request: Any, message: Message) -> bool:
+        """Whether this mutation has to wait for a catch-up, which is stopped for it. It comes back through `again`."""
+        current = self._desk.mutation
+        if current is None or not is_catch_up(current.op.request) or is_catch_up(request):
+            return False
+        if request.op_id not in self._waiting and len(self._waiting) >= MAX_WAITING:
+            return False
+        is_first = request.op_id not in self._waiting
+        self._waiting[request.op_id] = (request, message)
+        if is_first and message.reply is not None:
+            publish(self._bus, message.reply, OpAccepted(op_id=request.op_id))
+        if current is not self._stopping:
+            self._stop(current, request.op_id)
+        return True
+
+    def withdraw(self, op_id: str, why: Fault) -> bool:
+        """Whether this op waited here; it is refused then."""
+        waited = self._waiting.pop(op_id, None)
+        if waited is not None and waited[1].reply is not None:
+            publish(self._bus, waited[1].reply, Refusal(op_id=op_id, fault=why))
+        return waited is not None
+
+    def without_stuck(self, members: Sequence[Member], target: Target) -> tuple[Member, ...]:
+        """Whom an update addresses: not those that are still at a catch-up that was dropped, unless they are named.
+
+        An engine that loads a folder can't be stopped, and would refuse the update for everybody. It is caught up
+        again when it is done.
+        """
+        free = [m for m in members if m.worker in (target.workers or ()) or not self._is_stuck(m)]
+        return tuple(free or members)
+
+    def _is_stuck(self, member: Member) -> bool:
+        op_id = member.status.op_id
+        return op_id is not None and any(op_id.startswith(dropped) for dropped in self._dropped)
+
+    def tick(self, now_s: float) -> None:
+        """Tell those that wait; drop a catch-up that doesn't end."""
+        if self._stopping is None:
+            return
+        if now_s >= self._drop_at_s:
+            op_id = self._stopping.op.op_id
+            why = fault(FaultCode.CANCELLED, f"it didn't end within {GIVE_WAY_S:g} s after it was told to")
+            _log.error("op %s: %s", op_id, why.message)
+            self._dropped.append(op_id)
+            self._desk.drop(op_id, why)
+        if now_s >= self._tell_at_s:
+            self._tell_at_s = now_s + TELL_S
+            for request, message in self._waiting.values():
+                if message.reply is not None:
+                    publish(self._bus, message.reply, OpProgress(op_id=request.op_id, phase="plan"))
+
+    def _stop(self, current: Running, op_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._stopping, self._drop_at_s = current, loop.time() + GIVE_WAY_S
+        current.op.stop(fault(FaultCode.CANCELLED, f"op {op_id} takes its place"))
+        assert current.task is not None
+        current.task.add_done_callback(self._ended)
+
+    def _ended(self, _: "asyncio.Task[None]") -> None:
+        self._stopping = None
+        waiting, self._waiting = self._waiting, {}
+        for request, message in waiting.values():
+            self._again(request, message)

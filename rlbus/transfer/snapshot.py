@@ -1,0 +1,173 @@
+"""Recordings of what was sent: a copy in host memory, or a safetensors folder; and the checksums of such a file.
+
+See `rlbus._snapshots`.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from rlbus.errors import TransferError
+from rlbus.schemas import TensorSpec, TensorSum, Version
+from rlbus.transfer.checksum import RunningChecksum
+from rlbus.transfer.flat import byte_view, copy_bytes, new_row
+from rlbus.transfer.folder import LENGTH, MAX_HEADER_BYTES, header_of
+from rlbus.transfer.manifest import num_bytes
+
+FILE = "model.safetensors"
+# A folder of this kind: a version, or one that is being written.
+_NAME = re.compile(r"[0-9]+\.[0-9]+(\.[0-9a-f]{8}\.tmp)?")
+CPU = torch.device("cpu")
+# What is read of a file at once.
+CHUNK_BYTES = 4 * 1024 * 1024
+
+
+class MemoryRecording:
+    """A copy of every tensor in host memory: as much as the model has, from the first tensor on until `discard`."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = tuple(specs)
+        self._tensors: list[tuple[str, Tensor]] = []
+
+    def begin(self) -> None:
+        """See `Recording`."""
+        self._tensors = []
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """See `Recording`."""
+        self._tensors.append((name, host_copy(tensor)))
+
+    def finish(self) -> "MemoryRecording":
+        """See `Recording`: this itself is the source. Raises: TransferError: a tensor is missing."""
+        if len(self._tensors) != len(self._specs):
+            raise _incomplete(len(self._tensors), len(self._specs))
+        return self
+
+    def discard(self) -> None:
+        """See `Recording`."""
+        self._tensors = []
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What was announced when it was recorded."""
+        return self._specs
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), all on the CPU."""
+        return iter(self._tensors)
+
+
+class DiskRecording:
+    """A safetensors folder `<folder>/<version>`: written beside it as `<version>.<random>.tmp`, renamed when complete.
+
+    It holds the weights alone, which is all that a reload of an engine reads.
+    """
+
+    def __init__(self, folder: Path, version: Version, specs: Sequence[TensorSpec]) -> None:
+        self._specs = tuple(specs)
+        self._path = folder / str(version)
+        self._tmp = folder / f"{version}.{secrets.token_hex(4)}.tmp"
+        self._file: BinaryIO | None = None
+        self._num_taken = 0
+        self._is_named = False
+
+    def begin(self) -> None:
+        """See `Recording`. Raises: OSError, TransferError."""
+        self.discard()
+        self._tmp.mkdir(parents=True)
+        self._file = (self._tmp / FILE).open("wb")
+        self._file.write(header_of(self._specs))
+        self._num_taken = 0
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """See `Recording`. Raises: OSError; TransferError: it isn't what was announced."""
+        spec = self._specs[self._num_taken] if self._num_taken < len(self._specs) else None
+        row = _host_row(tensor)
+        if self._file is None or spec is None or spec.name != name or num_bytes(spec) != row.numel():
+            raise TransferError("write a snapshot", f"tensor {name!r} isn't what was announced")
+        self._file.write(row.numpy().data)
+        self._num_taken += 1
+
+    def finish(self) -> None:
+        """See `Recording`. Raises: OSError; TransferError: a tensor is missing."""
+        if self._file is None or self._num_taken != len(self._specs):
+            raise _incomplete(self._num_taken, len(self._specs))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._tmp.rename(self._path)
+        self._is_named = True
+
+    def discard(self) -> None:
+        """See `Recording`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        shutil.rmtree(self._path if self._is_named else self._tmp, ignore_errors=True)
+        self._is_named = False
+
+
+def remove_others(folder: Path, keep: Collection[Version]) -> None:
+    """Remove what recordings of any process left in `folder`, except those of `keep`. Nothing else is touched."""
+    names = {str(version) for version in keep}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not path.is_dir() or not _NAME.fullmatch(path.name) or path.name in names:
+            continue
+        if {file.name for file in path.iterdir()} <= {FILE}:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _incomplete(num_taken: int, num_announced: int) -> TransferError:
+    return TransferError("keep a snapshot", f"{num_taken} tensors came, {num_announced} were announced")
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory of its own; of one tensor there is never more than that."""
+    row = new_row(tensor.numel() * tensor.element_size(), CPU)
+    copy_bytes(tensor, 0, row)
+    return row.view(tensor.dtype).view(tensor.shape)
+
+
+def _host_row(tensor: Tensor) -> Tensor:
+    """Its bytes on the CPU: a view where that is possible."""
+    flat = byte_view(tensor) if tensor.device == CPU else None
+    return byte_view(host_copy(tensor)) if flat is None else flat  # type: ignore[return-value]
+
+
+def file_sums(file: BufferedReader) -> list[TensorSum]:
+    """The checksum of every tensor of a safetensors file, in the order of its header. Blocks: reads all, in parts.
+
+    Raises: ValueError, struct.error, KeyError, TypeError, AttributeError: it is none, or not complete. OSError.
+    """
+    (length,) = LENGTH.unpack(file.read(LENGTH.size))
+    if length > MAX_HEADER_BYTES:
+        raise ValueError("its header has no such length")
+    header = json.loads(file.read(length))
+    begin = LENGTH.size + length
+    row = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=CPU)
+    sums: list[TensorSum] = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        first, end = (int(offset) for offset in entry["data_offsets"])
+        file.seek(begin + first)
+        running = RunningChecksum(CPU)
+        left = end - first
+        while left > 0:
+            part = row[: min(left, CHUNK_BYTES)]
+            if file.readinto(part.numpy().data) != part.numel():
+                raise ValueError(f"it ends within tensor {name!r}")
+            running.update(part)
+            left -= part.numel()
+        sums.append(TensorSum(name=name, checksum=running.hexdigest()))
+    return sums

@@ -1,0 +1,155 @@
+"""Recordings with real tensors: a copy in memory, and a folder that engines load."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlbus.errors import TransferError
+from rlbus.schemas import TensorSpec, TensorSum, Version
+from rlbus.transfer.checksum import tensor_checksum
+from rlbus.transfer.folder import DTYPES, header_of
+from rlbus.transfer.snapshot import FILE, DiskRecording, MemoryRecording, remove_others
+from rlbus.transfer.source import weight_source
+from rlbus.transfer.sums import sums_digest
+from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.folder_sums import folder_sums
+from rlbus.workers.vllm_server.checkpoint import read_folder
+
+pytestmark = pytest.mark.unit
+
+V1, V2 = Version(step=1), Version(step=2)
+TENSORS: dict[str, Tensor] = {
+    "z.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "turned": torch.arange(12, dtype=torch.float64).reshape(3, 4).t(),
+    "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "fp8": torch.tensor([1.0, 2.0, 3.0]).to(torch.float8_e4m3fn),
+    "flag": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(7, dtype=torch.int64),
+    "empty": torch.empty(0, 3),
+}
+SPECS = weight_source(TENSORS).specs()
+
+
+def sums() -> tuple[TensorSum, ...]:
+    """What a sender says of them."""
+    return tuple(TensorSum(name=name, checksum=tensor_checksum(tensor)) for name, tensor in TENSORS.items())
+
+
+def record(recording: MemoryRecording | DiskRecording, tensors: dict[str, Tensor] = TENSORS) -> None:
+    """Take all of them."""
+    recording.begin()
+    for name, tensor in tensors.items():
+        recording.take(name, tensor)
+
+
+def test_memory_holds_what_was_taken_whatever_becomes_of_the_model() -> None:
+    """A copy, not a view; the same bytes in the same order, also of what isn't contiguous."""
+    model = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in TENSORS.items()}
+    recording = MemoryRecording(SPECS)
+    record(recording, model)
+    source = recording.finish()
+    model["z.weight"].zero_()
+    again = dict(source)
+    assert (list(again), source.specs()) == (list(TENSORS), SPECS)
+    assert tuple(TensorSum(name=n, checksum=tensor_checksum(t)) for n, t in again.items()) == sums()
+    assert all(t.is_contiguous() and t.dtype == TENSORS[n].dtype for n, t in again.items())
+    recording.discard()
+    assert list(source) == []
+
+
+def test_memory_that_lacks_a_tensor_is_no_snapshot() -> None:
+    """The source ended early."""
+    recording = MemoryRecording(SPECS)
+    record(recording, {"z.weight": TENSORS["z.weight"]})
+    with pytest.raises(TransferError, match="1 tensors came, 7 were announced"):
+        recording.finish()
+
+
+def test_a_folder_is_what_safetensors_itself_reads(tmp_path: Path) -> None:
+    """Every tensor, bit by bit; and its checksums are those of what was sent."""
+    recording = DiskRecording(tmp_path, V1, SPECS)
+    record(recording)
+    assert not (tmp_path / "0.1").exists()
+    recording.finish()
+    found = load_file(tmp_path / "0.1" / FILE)
+    assert set(found) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert tensor_checksum(found[name]) == tensor_checksum(tensor)
+    assert {spec.name: spec for spec in read_folder(tmp_path / "0.1")} == {spec.name: spec for spec in SPECS}
+    assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
+    assert [path.name for path in tmp_path.iterdir()] == ["0.1"]
+    recording.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_complete_never_has_its_name(tmp_path: Path) -> None:
+    """Another tensor than announced, or one too few; nothing stays."""
+    recording = DiskRecording(tmp_path, V1, SPECS)
+    recording.begin()
+    with pytest.raises(TransferError, match="'half' isn't what was announced"):
+        recording.take("half", TENSORS["half"])
+    with pytest.raises(TransferError, match="0 tensors came, 7 were announced"):
+        recording.finish()
+    recording.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_send_that_begins_again_writes_the_folder_anew(tmp_path: Path) -> None:
+    """And the same version again replaces the folder."""
+    recording = DiskRecording(tmp_path, V1, SPECS)
+    record(recording, {"z.weight": TENSORS["z.weight"]})
+    record(recording)
+    recording.finish()
+    second = DiskRecording(tmp_path, V1, SPECS)
+    record(second)
+    second.finish()
+    assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
+
+
+def test_only_what_recordings_left_is_removed(tmp_path: Path) -> None:
+    """Other versions and halves of them; never what somebody else put there."""
+    for name in ("0.1", "0.2", "0.3.0123abcd.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE).touch()
+    (tmp_path / "1.0").mkdir()
+    (tmp_path / "1.0" / "config.json").touch()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "0.9").touch()
+    remove_others(tmp_path, [V2])
+    assert {path.name for path in tmp_path.iterdir()} == {"0.2", "1.0", "notes", "0.9"}
+    remove_others(tmp_path / "missing", [V2])
+
+
+def test_a_dtype_that_safetensors_does_not_know_is_named() -> None:
+    """complex128, say."""
+    spec = TensorSpec(name="odd", dtype="complex128", shape=(1,))
+    with pytest.raises(TransferError, match=r"no dtype complex128.*'odd'"):
+        header_of([spec])
+    assert len(set(DTYPES.values())) == len(DTYPES)
+
+
+def test_a_truncated_folder_has_no_checksums(tmp_path: Path) -> None:
+    """Nor one that is missing or garbled."""
+    recording = DiskRecording(tmp_path, V1, SPECS)
+    record(recording)
+    recording.finish()
+    path = tmp_path / "0.1" / FILE
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="is no complete safetensors file"):
+        folder_sums(tmp_path / "0.1")
+    path.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="is no complete safetensors file"):
+        folder_sums(tmp_path / "0.1")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        folder_sums(tmp_path / "0.2")
+
+
+def test_the_digest_does_not_depend_on_the_order() -> None:
+    """A folder keeps none; a changed sum or name does change it."""
+    assert sums_digest(sums()) == sums_digest(tuple(reversed(sums())))
+    other = (TensorSum(name="z.weight", checksum="0" * 16), *sums()[1:])
+    assert sums_digest(other) != sums_digest(sums())
