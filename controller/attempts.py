@@ -62,8 +62,9 @@ def probe_s(state: UpdateState) -> float | None:
 def survivors(state: UpdateState) -> tuple[WorkerId, ...]:
     """Who takes part in the next attempt."""
     assert state.group is not None
-    seats = {w: seat for w, seat in state.seats.items() if not is_lost(seat) and not _is_own(seat)}
-    if state.attempt == 1 or len(seats) < len(state.group.workers):
+    members = {w: state.seats[w] for w in state.group.workers}
+    seats = {w: seat for w, seat in members.items() if not is_lost(seat) and not _is_own(seat)}
+    if state.attempt == 1 or len(seats) < len(members):
         return tuple(seats)
     # Nobody else is to blame for the second time: whoever said first that the group broke may be the one who breaks it.
     good = tuple(w for w, seat in seats.items() if seat.is_good)

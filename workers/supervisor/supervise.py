@@ -204,7 +204,10 @@ def _seen(now_s: float, heard_s: float | None, processes: list[Process]) -> Seen
 
 @contextlib.asynccontextmanager
 async def stop_signal() -> AsyncIterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set. A second signal ends the process the default way."""
+    """An event that SIGTERM and SIGINT set. A second signal ends the process the default way.
+
+    Cancel: the signals have their default meaning again.
+    """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)

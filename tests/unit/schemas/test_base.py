@@ -26,8 +26,7 @@ def test_every_struct_is_a_frozen_wire_message_that_ignores_unknown_fields(struc
 
 
 def test_the_package_exports_every_public_name_of_its_modules() -> None:
-    """Nobody has to know the module; the list is sorted, as a reader expects."""
-    assert sorted(schemas.__all__) == list(schemas.__all__)
+    """Nobody has to know the module. ruff sees to the order of the list."""
     missing = [name for name in schemas.__all__ if not hasattr(schemas, name)]
     assert missing == []
     public = {
