@@ -29,7 +29,7 @@ def test_it_says_what_it_is(runner: CaseRunner) -> None:
 
 
 def test_keep_freezes_requests_and_resume_continues_them(runner: CaseRunner) -> None:
-    """No token while paused; afterwards the same tokens as without a pause."""
+    """SCENARIOS 49: no token while paused; afterwards the same tokens as without a pause."""
 
     async def check(opened: OpenedEngine) -> None:
         whole = await tokens(opened, runner.case.long_tokens)
@@ -52,7 +52,7 @@ def test_keep_freezes_requests_and_resume_continues_them(runner: CaseRunner) -> 
 
 
 def test_wait_lets_requests_finish_first(runner: CaseRunner) -> None:
-    """The pause returns when the last one has ended by itself."""
+    """SCENARIOS 49: the pause returns when the last one has ended by itself."""
 
     async def check(opened: OpenedEngine) -> None:
         stream = await begin(opened, runner.case.long_tokens)
@@ -64,7 +64,7 @@ def test_wait_lets_requests_finish_first(runner: CaseRunner) -> None:
 
 
 def test_abort_ends_requests_with_what_they_have(runner: CaseRunner) -> None:
-    """They end as aborted, with the tokens so far, and are counted if the engine can."""
+    """SCENARIOS 49: they end as aborted, with the tokens so far, and are counted if the engine can."""
 
     async def check(opened: OpenedEngine) -> None:
         stream = await begin(opened, runner.case.long_tokens)
@@ -100,7 +100,7 @@ def test_pause_and_resume_are_idempotent(runner: CaseRunner) -> None:
 
 
 def test_request_that_comes_during_a_pause_runs_after_it(runner: CaseRunner) -> None:
-    """It is taken, makes no token, and isn't lost."""
+    """SCENARIOS 27: it is taken, makes no token, and isn't lost."""
 
     async def check(opened: OpenedEngine) -> None:
         expected = await tokens(opened)

@@ -123,7 +123,7 @@ async def refused(url: str, **settings: Any) -> str:
 
 
 def test_wrong_credentials_are_one_clear_line() -> None:
-    """A wrong token, none, and a user instead of a token: at once, and without showing them."""
+    """SCENARIOS 43: a wrong token, none, and a user instead of a token: at once, and without showing them."""
 
     async def scenario(server: EmbeddedServer) -> None:
         bare = f"nats://127.0.0.1:{server.port}"
@@ -286,7 +286,7 @@ def test_raising_connection_handlers_cost_nobody_the_reconnect(caplog: pytest.Lo
 
 
 def test_drops_of_a_slow_consumer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B23: nothing else tells of them; each message is either delivered or counted, and the connection lives on."""
+    """SCENARIOS 55, B23: nothing else tells of them; each message is delivered or counted, the connection lives on."""
     monkeypatch.setattr(_nats, "PENDING_MSGS", 100)
 
     async def scenario(server: EmbeddedServer) -> None:

@@ -124,7 +124,7 @@ def test_nobody_at_the_rendezvous_is_an_error_in_time() -> None:
 
 
 def test_a_rendezvous_that_says_nothing_is_left_behind_in_time() -> None:
-    """A stopped trainer still takes connections; TCPStore's constructor then waits for ever."""
+    """SCENARIOS 23: a stopped trainer still takes connections; TCPStore's constructor then waits for ever."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         plan = plan_at(Rendezvous(host="127.0.0.1", port=silent.getsockname()[1], prefix="p"), timeout_s=0.3)
         began = time.monotonic()
@@ -218,7 +218,7 @@ def test_a_member_that_leaves_in_peace_ends_no_process(place: Rendezvous) -> Non
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", ""])
 def test_a_wildcard_is_never_advertised(host: str) -> None:
-    """Nobody could connect to it by that name."""
+    """SCENARIOS 58: nobody could connect to it by that name."""
     with pytest.raises(ConfigError, match="not a wildcard"):
         asyncio.run(TorchPlane("gloo", host=host).rendezvous())
 
@@ -234,7 +234,7 @@ def test_the_store_listens_on_its_host_only() -> None:
 
 @pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
 def test_names_and_ipv6_addresses_are_hosts_too(host: str) -> None:
-    """With or without brackets."""
+    """SCENARIOS 58: with or without brackets."""
 
     async def scenario() -> None:
         plane = TorchPlane("gloo", host=host)

@@ -81,7 +81,7 @@ def leftovers() -> set[str]:
 
 
 def test_it_is_private_and_leaves_nothing() -> None:
-    """One port, on loopback, behind a generated token; the file with the token is the owner's; all gone at the end."""
+    """SCENARIOS 43: one port, on loopback, behind a generated token in a file of the owner's; all gone at the end."""
 
     async def scenario() -> None:
         before = leftovers()

@@ -177,7 +177,7 @@ def test_every_rank_holds_what_the_trainer_sent(models: Path) -> None:
 
 
 def test_completions_are_served_on_the_real_port(models: Path) -> None:
-    """By the engine's own server, which says which weights made the tokens."""
+    """SCENARIOS 25: by the engine's own server, which says which weights made the tokens."""
 
     async def check(fleet: Fleet) -> None:
         url = fleet.engine.info.completions_url
@@ -236,7 +236,7 @@ def test_weights_that_run_or_lie_elsewhere_are_not_changed(models: Path, tmp_pat
 
 
 def test_sender_that_never_comes_ends_the_join_in_time(models: Path) -> None:
-    """Bounded by the plan, naming who is missing; the next group can be formed."""
+    """SCENARIOS 23: bounded by the plan, naming who is missing; the next group can be formed."""
 
     async def check(fleet: Fleet) -> None:
         began = asyncio.get_running_loop().time()
@@ -283,7 +283,7 @@ def test_rank_that_is_killed_makes_the_engine_dead(models: Path) -> None:
 
 
 def test_rank_that_dies_in_a_transfer_ends_it_on_all(models: Path) -> None:
-    """Nobody waits for its time-out."""
+    """SCENARIOS 6: nobody waits for its time-out."""
 
     async def check(fleet: Fleet) -> None:
         await fleet.engine.pause(PauseMode.KEEP, True)
