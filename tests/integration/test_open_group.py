@@ -224,7 +224,7 @@ def test_a_wildcard_is_never_advertised(host: str) -> None:
 
 
 def test_the_store_listens_on_its_host_only() -> None:
-    """TCPStore alone would listen on every interface."""
+    """SCENARIOS 25: on port 0, kept open by its owner. TCPStore alone would listen on every interface."""
     store = host_store("127.0.0.1")
     with pytest.raises(OSError, match=r"refused"):
         socket.create_connection(("127.0.0.2", store.port), timeout=5).close()

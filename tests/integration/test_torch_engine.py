@@ -177,7 +177,7 @@ def test_every_rank_holds_what_the_trainer_sent(models: Path) -> None:
 
 
 def test_completions_are_served_on_the_real_port(models: Path) -> None:
-    """SCENARIOS 25: by the engine's own server, which says which weights made the tokens."""
+    """SCENARIOS 10 and 25: by the engine's own server, which says which weights made the tokens."""
 
     async def check(fleet: Fleet) -> None:
         url = fleet.engine.info.completions_url
