@@ -108,7 +108,7 @@ async def opened(models: Path, num_ranks: int) -> AsyncIterator[Fleet]:
         assert len(pids) == num_ranks - 1
         yield Fleet(engine, plane, models)
     finally:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(30.0):
             await plane.aclose()
             await engine.aclose()
             await engine.aclose()
@@ -125,14 +125,14 @@ def is_running(pid: int) -> bool:
 
 async def gone(pid: int) -> None:
     """Until a process that was killed has ended."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while is_running(pid):  # noqa: ASYNC110 - it may be nobody's child
             await asyncio.sleep(0.02)
 
 
 async def found_dead(engine: TorchEngine) -> None:
     """Until the engine says that it is dead."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while True:
             try:
                 await engine.observe()
@@ -244,7 +244,7 @@ def test_sender_that_never_comes_ends_the_join_in_time(models: Path) -> None:
             await fleet.join(1, timeout_s=1.0, with_sender=False)
         assert caught.value.code is FaultCode.GROUP_FAILED
         assert "0" in caught.value.fault.message
-        assert asyncio.get_running_loop().time() - began < 8.0
+        assert asyncio.get_running_loop().time() - began < 30.0
         await fleet.join(2)
 
     run(models, 2, check)
@@ -258,7 +258,7 @@ def test_cancelled_join_leaves_no_group_behind(models: Path) -> None:
         await asyncio.sleep(0.2)
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(30.0):
                 await joining
         await fleet.join(2)
 
@@ -292,7 +292,7 @@ def test_rank_that_dies_in_a_transfer_ends_it_on_all(models: Path) -> None:
         await ready.wait()
         os.kill(fleet.engine.rank_pids[0], signal.SIGKILL)
         with pytest.raises(UpdateFailedError) as caught:
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(30.0):
                 await receiving
         # The first rank hadn't got a byte, but nobody can ask the dead one.
         assert caught.value.weights_touched
@@ -314,7 +314,7 @@ def test_rank_that_hangs_is_killed_after_its_group_was_left(models: Path) -> Non
         os.kill(pid, signal.SIGSTOP)
         await fleet.engine.leave_group()
         with pytest.raises(UpdateFailedError):
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(30.0):
                 await receiving
         await gone(pid)
         with pytest.raises(EngineDeadError):
