@@ -8,9 +8,19 @@ import asyncio
 import pytest
 
 from rlbus.schemas import Generation, PauseMode
-from rlbus.workers.engines.contract import CaseRunner, Generated, OpenedEngine, begin, paused, tokens
+from rlbus.workers.engines.contract import CaseRunner, Generated, OpenedEngine, Stream, begin, paused, tokens
 
 pytestmark = pytest.mark.engine
+
+
+async def settle(stream: Stream, settle_s: float) -> int:
+    """The number of tokens once no more come, which takes a few looks when the reader has no time to read."""
+    for _ in range(10):
+        num_tokens = stream.num_tokens
+        await asyncio.sleep(settle_s)
+        if stream.num_tokens == num_tokens:
+            return num_tokens
+    raise AssertionError("tokens come during a pause")
 
 
 def test_it_says_what_it_is(runner: CaseRunner) -> None:
@@ -29,21 +39,17 @@ def test_it_says_what_it_is(runner: CaseRunner) -> None:
 
 
 def test_keep_freezes_requests_and_resume_continues_them(runner: CaseRunner) -> None:
-    """No token while paused; afterwards the same tokens as without a pause."""
+    """SCENARIOS 49: no token while paused; afterwards the same tokens as without a pause."""
 
     async def check(opened: OpenedEngine) -> None:
         whole = await tokens(opened, runner.case.long_tokens)
         stream = await begin(opened, runner.case.long_tokens)
         await opened.engine.pause(PauseMode.KEEP, True)
         assert (await opened.engine.observe()).generation is Generation.PAUSED
-        await asyncio.sleep(0)
-        before = stream.num_tokens
-        await asyncio.sleep(runner.case.settle_s)
         # What had been generated may still be on its way to its reader when the pause returns; then nothing comes.
-        settled = stream.num_tokens
+        settled = await settle(stream, runner.case.settle_s)
         await asyncio.sleep(runner.case.settle_s)
-        assert stream.num_tokens == settled
-        assert settled - before <= 3
+        assert stream.num_tokens == settled < runner.case.long_tokens
         assert not stream.task.done()
         await opened.engine.resume()
         assert await stream.task == Generated(whole, "length")
@@ -52,7 +58,7 @@ def test_keep_freezes_requests_and_resume_continues_them(runner: CaseRunner) -> 
 
 
 def test_wait_lets_requests_finish_first(runner: CaseRunner) -> None:
-    """The pause returns when the last one has ended by itself."""
+    """SCENARIOS 49: the pause returns when the last one has ended by itself."""
 
     async def check(opened: OpenedEngine) -> None:
         stream = await begin(opened, runner.case.long_tokens)
@@ -64,7 +70,7 @@ def test_wait_lets_requests_finish_first(runner: CaseRunner) -> None:
 
 
 def test_abort_ends_requests_with_what_they_have(runner: CaseRunner) -> None:
-    """They end as aborted, with the tokens so far, and are counted if the engine can."""
+    """SCENARIOS 49: they end as aborted, with the tokens so far, and are counted if the engine can."""
 
     async def check(opened: OpenedEngine) -> None:
         stream = await begin(opened, runner.case.long_tokens)
@@ -100,7 +106,7 @@ def test_pause_and_resume_are_idempotent(runner: CaseRunner) -> None:
 
 
 def test_request_that_comes_during_a_pause_runs_after_it(runner: CaseRunner) -> None:
-    """It is taken, makes no token, and isn't lost."""
+    """SCENARIOS 27: it is taken, makes no token, and isn't lost."""
 
     async def check(opened: OpenedEngine) -> None:
         expected = await tokens(opened)
@@ -150,7 +156,7 @@ def test_abort_and_observe_work_beside_a_waiting_pause(runner: CaseRunner) -> No
         stream = await begin(opened, runner.case.long_tokens)
         pausing = asyncio.ensure_future(opened.engine.pause(PauseMode.WAIT, True))
         await asyncio.sleep(0)
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(10.0):
             await opened.engine.observe()
         await opened.engine.abort((stream.request_id,))
         await pausing

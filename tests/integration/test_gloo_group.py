@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 RECEIVER = Path(__file__).parent / "gloo_receiver.py"
 BUCKET_BYTES = 64 * 1024
 # A receiver that lives ends in a fraction of it; importing torch takes most of it on a busy machine.
-END_S = 30.0
+END_S = 60.0
 
 WEIGHTS = {
     "embed": torch.arange(50_000, dtype=torch.float32).view(500, 100),
@@ -202,7 +202,7 @@ def test_a_receiver_that_is_killed_half_way_ends_the_transfer_for_all_at_once() 
             began = time.monotonic()
             with pytest.raises(TransferError):
                 await send(plane, source)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < END_S / 2
             assert receivers.answers(1) == [{"joined": [1, 3, 1]}]
             assert receivers.processes[1].returncode == -signal.SIGKILL
             assert "error" in receivers.answers(2)[1]

@@ -22,10 +22,12 @@ from rlbus.server import EmbeddedServer
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 # Short limits, so that a frozen server is found in a second instead of 15.
 WATCHDOG_S = 0.2
-CONNECT_S = 0.5
+CONNECT_S = 2.0
+# What a busy machine may add to a limit, far below what would pass without it.
+LATE_S = 10.0
 
 
 @pytest.fixture
@@ -54,13 +56,21 @@ async def connected(server: EmbeddedServer, **settings: Any) -> AsyncIterator[Su
         await transport.aclose()
 
 
+def thread_states(pid: int) -> set[str]:
+    """Of each thread, as in /proc; one that ends while we look has none."""
+    states = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states
+
+
 @contextlib.contextmanager
 def frozen(server: EmbeddedServer) -> Any:
     """SIGSTOP: the kernel keeps the connection, and nobody answers. Returns when every thread stands still."""
     os.kill(server.pid, signal.SIGSTOP)
-    stats = list(Path(f"/proc/{server.pid}/task").glob("*/stat"))
     until_s = time.monotonic() + LIMIT_S
-    while {s.read_text().rpartition(")")[2].split()[0] for s in stats} != {"T"}:
+    while thread_states(server.pid) != {"T"}:
         assert time.monotonic() < until_s
     try:
         yield
@@ -115,7 +125,7 @@ async def refused(url: str, **settings: Any) -> str:
     started_s = loop.time()
     with pytest.raises(BrokenError) as caught:
         await connect_bus(BusConfig(url=url, connect_s=CONNECT_S, **settings), name="trap")
-    assert loop.time() - started_s < CONNECT_S + 1.0
+    assert loop.time() - started_s < CONNECT_S + LATE_S
     text = str(caught.value)
     assert "\n" not in text
     assert "secret" not in text
@@ -123,7 +133,7 @@ async def refused(url: str, **settings: Any) -> str:
 
 
 def test_wrong_credentials_are_one_clear_line() -> None:
-    """A wrong token, none, and a user instead of a token: at once, and without showing them."""
+    """SCENARIOS 43: a wrong token, none, and a user instead of a token: at once, and without showing them."""
 
     async def scenario(server: EmbeddedServer) -> None:
         bare = f"nats://127.0.0.1:{server.port}"
@@ -163,7 +173,7 @@ def test_a_server_that_says_nothing_or_isnt_nats_is_one_clear_line() -> None:
             open_writers.append(writer)
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
-        for handler, words in ((silent, "no connection within 0.5 s"), (http, "INFO")):
+        for handler, words in ((silent, f"no connection within {CONNECT_S:g} s"), (http, "INFO")):
             async with await asyncio.start_server(handler, "127.0.0.1", 0) as listener:
                 port = listener.sockets[0].getsockname()[1]
                 assert words in await refused(f"nats://127.0.0.1:{port}")
@@ -174,11 +184,11 @@ def test_a_server_that_says_nothing_or_isnt_nats_is_one_clear_line() -> None:
 
 
 def test_a_server_that_is_slow_at_each_step_has_one_limit_for_all() -> None:
-    """nats-py's own limit is for each read: INFO after 0.9 s and never a PONG would take 1.9 s."""
+    """nats-py's own limit is for each read: INFO after 2.7 s and never a PONG would take 5.7 s."""
 
     async def scenario(server: EmbeddedServer) -> None:
         async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(0.9)
+            await asyncio.sleep(2.7)
             writer.write(b'INFO {"max_payload": 1048576}\r\n')
             await reader.read()
             writer.transport.abort()
@@ -187,9 +197,9 @@ def test_a_server_that_is_slow_at_each_step_has_one_limit_for_all() -> None:
         async with await asyncio.start_server(slow, "127.0.0.1", 0) as listener:
             url = f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
             started_s = loop.time()
-            with pytest.raises(BrokenError, match="no connection within 1 s"):
-                await connect_bus(BusConfig(url=url, connect_s=1.0), name="trap")
-            assert loop.time() - started_s < 1.7
+            with pytest.raises(BrokenError, match="no connection within 3 s"):
+                await connect_bus(BusConfig(url=url, connect_s=3.0), name="trap")
+            assert loop.time() - started_s < 5.5
         await until(lambda: len(asyncio.all_tasks()) == 1)
 
     run(scenario)
@@ -259,7 +269,7 @@ def test_a_dead_read_loop_is_noticed_at_once() -> None:
             late.set_result(True)
             await native(transport)._send_ping(late)
             took_s = await until(lambda: ears.num_reconnects == 1)
-            assert took_s < WATCHDOG_S + 2.0
+            assert took_s < _supervised.WATCHDOG_S
             await ears.proven("after")
 
     run(scenario)
@@ -286,7 +296,7 @@ def test_raising_connection_handlers_cost_nobody_the_reconnect(caplog: pytest.Lo
 
 
 def test_drops_of_a_slow_consumer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B23: nothing else tells of them; each message is either delivered or counted, and the connection lives on."""
+    """SCENARIOS 55, B23: nothing else tells of them; each message is delivered or counted, the connection lives on."""
     monkeypatch.setattr(_nats, "PENDING_MSGS", 100)
 
     async def scenario(server: EmbeddedServer) -> None:
@@ -317,7 +327,7 @@ def test_a_frozen_server_is_noticed_and_found_again(impatient: None) -> None:
             await ears.proven("before")
             with frozen(server):
                 took_s = await until(lambda: not transport.is_connected)
-                assert took_s < 10 * WATCHDOG_S
+                assert took_s < WATCHDOG_S + LATE_S
                 with pytest.raises(BrokenError):
                     transport.publish("a", b"zombie")
             await until(lambda: transport.is_connected)
@@ -374,7 +384,7 @@ def test_closing_is_bounded_when_the_server_is_frozen() -> None:
                 transport.publish("bulk", b"x" * 65_536)
             started_s = loop.time()
             await transport.aclose()
-            assert loop.time() - started_s < 5.0
+            assert loop.time() - started_s < _supervised.CLOSE_ECHO_S + _supervised.CLOSE_REST_S + LATE_S
 
     run(scenario)
 
@@ -393,7 +403,7 @@ def test_a_cancelled_close_drops_the_connection_at_once() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert loop.time() - started_s < 0.5
+            assert loop.time() - started_s < _supervised.CLOSE_ECHO_S
         assert connection is not None
         assert connection.lost.done()
         assert not transport.is_connected

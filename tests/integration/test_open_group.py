@@ -1,6 +1,7 @@
 """Groups are joined within a bound, and whoever keeps one from forming is named."""
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -18,8 +19,12 @@ from rlbus.transfer.group import Group, open_group, prove
 from rlbus.transfer.meeting import host_store
 from rlbus.transfer.source import weight_source
 from rlbus.transfer.torch_plane import TorchPlane
+from tests.integration.test_server import listening_ports
 
 pytestmark = pytest.mark.integration
+
+# What a wait of a second or less may take on a busy machine; the plans' own time is far longer.
+SOON_S = 20.0
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def place() -> Iterator[Rendezvous]:
     del store
 
 
-def plan_at(place: Rendezvous, size: int = 2, *, epoch: int = 1, timeout_s: float = 20.0) -> GroupPlan:
+def plan_at(place: Rendezvous, size: int = 2, *, epoch: int = 1, timeout_s: float = 60.0) -> GroupPlan:
     return GroupPlan(
         epoch=epoch,
         group_id="g",
@@ -80,7 +85,7 @@ def test_ranks_that_never_came_are_named_with_their_worker(place: Rendezvous) ->
         with pytest.raises(TransferError) as caught:
             future.result()
         assert str(caught.value) == "join group 1: rank 1 of decode/7, rank 3 of decode/9 never came within 0.5 s"
-    assert 0.5 <= time.monotonic() - began < 5
+    assert 0.5 <= time.monotonic() - began < SOON_S
 
 
 def test_a_rank_that_is_taken_is_refused(place: Rendezvous) -> None:
@@ -120,17 +125,17 @@ def test_nobody_at_the_rendezvous_is_an_error_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(TransferError, match=r"can't be reached.*refused"):
             open_group(plan_at(nowhere, timeout_s=0.5), 1)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON_S
 
 
 def test_a_rendezvous_that_says_nothing_is_left_behind_in_time() -> None:
-    """A stopped trainer still takes connections; TCPStore's constructor then waits for ever."""
+    """SCENARIOS 23: a stopped trainer still takes connections; TCPStore's constructor then waits for ever."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         plan = plan_at(Rendezvous(host="127.0.0.1", port=silent.getsockname()[1], prefix="p"), timeout_s=0.3)
         began = time.monotonic()
         with pytest.raises(DeadlineError, match="its thread was left behind"):
             open_group(plan, 1)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON_S
 
 
 def test_a_join_that_is_not_wanted_any_more_ends_at_once(place: Rendezvous) -> None:
@@ -141,7 +146,7 @@ def test_a_join_that_is_not_wanted_any_more_ends_at_once(place: Rendezvous) -> N
     began = time.monotonic()
     with pytest.raises(TransferError, match="given up: the op was cancelled"):
         open_group(plan_at(place), 1, give_up=give_up)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
     timer.join()
 
 
@@ -192,7 +197,7 @@ def test_a_collective_ends_at_the_plans_time(place: Rendezvous) -> None:
         began = time.monotonic()
         with pytest.raises(TransferError):
             groups[0].all_sum(1)
-        assert 0.8 <= time.monotonic() - began < 5
+        assert 0.8 <= time.monotonic() - began < SOON_S
 
 
 def test_a_proof_that_does_not_add_up_breaks_the_group(place: Rendezvous) -> None:
@@ -218,13 +223,13 @@ def test_a_member_that_leaves_in_peace_ends_no_process(place: Rendezvous) -> Non
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", ""])
 def test_a_wildcard_is_never_advertised(host: str) -> None:
-    """Nobody could connect to it by that name."""
+    """SCENARIOS 58: nobody could connect to it by that name."""
     with pytest.raises(ConfigError, match="not a wildcard"):
         asyncio.run(TorchPlane("gloo", host=host).rendezvous())
 
 
 def test_the_store_listens_on_its_host_only() -> None:
-    """TCPStore alone would listen on every interface."""
+    """SCENARIOS 25: on port 0, kept open by its owner. TCPStore alone would listen on every interface."""
     store = host_store("127.0.0.1")
     with pytest.raises(OSError, match=r"refused"):
         socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
@@ -234,7 +239,7 @@ def test_the_store_listens_on_its_host_only() -> None:
 
 @pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
 def test_names_and_ipv6_addresses_are_hosts_too(host: str) -> None:
-    """With or without brackets."""
+    """SCENARIOS 58: with or without brackets."""
 
     async def scenario() -> None:
         plane = TorchPlane("gloo", host=host)
@@ -285,8 +290,10 @@ def test_a_plane_is_refused_what_it_can_not_do() -> None:
         await plane.aclose()
         with pytest.raises(ClosedError):
             await plane.rendezvous()
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection((place.host, place.port), timeout=5).close()
+        # Not by connecting: anybody may have been given the port meanwhile.
+        async with asyncio.timeout(SOON_S):
+            while place.port in listening_ports(os.getpid()):  # noqa: ASYNC110 - a thread of the store's ends
+                await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
     with pytest.raises(ConfigError, match="there is no CUDA device"):
@@ -306,7 +313,7 @@ def test_leaving_ends_a_join_that_waits_for_members() -> None:
         assert not done
         began = time.monotonic()
         await plane.leave("the worker is gone")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON_S
         with pytest.raises(TransferError, match="given up: the worker is gone"):
             await joining
         plan = plan_at(await plane.rendezvous(), epoch=2)

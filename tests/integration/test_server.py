@@ -23,14 +23,14 @@ from rlbus.server import EmbeddedServer
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 def is_alive(pid: int) -> bool:
     """Whether the process runs; a zombie doesn't."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end between the opening and the reading
         return False
 
 
@@ -43,7 +43,10 @@ def listening_ports(pid: int) -> set[int]:
     """TCP ports on which a process listens."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(entry)
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:  # it was closed meanwhile
+            continue
         if target.startswith("socket:["):
             inodes.add(target[len("socket:[") : -1])
     ports = set()
@@ -81,7 +84,7 @@ def leftovers() -> set[str]:
 
 
 def test_it_is_private_and_leaves_nothing() -> None:
-    """One port, on loopback, behind a generated token; the file with the token is the owner's; all gone at the end."""
+    """SCENARIOS 43: one port, on loopback, behind a generated token in a file of the owner's; all gone at the end."""
 
     async def scenario() -> None:
         before = leftovers()
@@ -234,7 +237,7 @@ def test_stopping_a_frozen_server_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         async with EmbeddedServer() as server:
             pid = server.pid
             os.kill(pid, signal.SIGSTOP)
-            async with asyncio.timeout(3.0):
+            async with asyncio.timeout(LIMIT_S):
                 await server.stop()
             assert not is_alive(pid)
 

@@ -17,7 +17,7 @@ from rlbus.workers.supervisor.supervise import EXIT_GAVE_UP, Supervision, Worker
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 HOW = Supervision(who="backend/7")
 # Writes its pid and its child's, then serves for ever; on SIGTERM it ends and leaves its child behind.
 SERVER = """

@@ -108,7 +108,7 @@ async def opened(models: Path, num_ranks: int) -> AsyncIterator[Fleet]:
         assert len(pids) == num_ranks - 1
         yield Fleet(engine, plane, models)
     finally:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(30.0):
             await plane.aclose()
             await engine.aclose()
             await engine.aclose()
@@ -125,14 +125,14 @@ def is_running(pid: int) -> bool:
 
 async def gone(pid: int) -> None:
     """Until a process that was killed has ended."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while is_running(pid):  # noqa: ASYNC110 - it may be nobody's child
             await asyncio.sleep(0.02)
 
 
 async def found_dead(engine: TorchEngine) -> None:
     """Until the engine says that it is dead."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while True:
             try:
                 await engine.observe()
@@ -177,7 +177,7 @@ def test_every_rank_holds_what_the_trainer_sent(models: Path) -> None:
 
 
 def test_completions_are_served_on_the_real_port(models: Path) -> None:
-    """By the engine's own server, which says which weights made the tokens."""
+    """SCENARIOS 10 and 25: by the engine's own server, which says which weights made the tokens."""
 
     async def check(fleet: Fleet) -> None:
         url = fleet.engine.info.completions_url
@@ -236,7 +236,7 @@ def test_weights_that_run_or_lie_elsewhere_are_not_changed(models: Path, tmp_pat
 
 
 def test_sender_that_never_comes_ends_the_join_in_time(models: Path) -> None:
-    """Bounded by the plan, naming who is missing; the next group can be formed."""
+    """SCENARIOS 23: bounded by the plan, naming who is missing; the next group can be formed."""
 
     async def check(fleet: Fleet) -> None:
         began = asyncio.get_running_loop().time()
@@ -244,7 +244,7 @@ def test_sender_that_never_comes_ends_the_join_in_time(models: Path) -> None:
             await fleet.join(1, timeout_s=1.0, with_sender=False)
         assert caught.value.code is FaultCode.GROUP_FAILED
         assert "0" in caught.value.fault.message
-        assert asyncio.get_running_loop().time() - began < 8.0
+        assert asyncio.get_running_loop().time() - began < 30.0
         await fleet.join(2)
 
     run(models, 2, check)
@@ -258,7 +258,7 @@ def test_cancelled_join_leaves_no_group_behind(models: Path) -> None:
         await asyncio.sleep(0.2)
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(30.0):
                 await joining
         await fleet.join(2)
 
@@ -283,7 +283,7 @@ def test_rank_that_is_killed_makes_the_engine_dead(models: Path) -> None:
 
 
 def test_rank_that_dies_in_a_transfer_ends_it_on_all(models: Path) -> None:
-    """Nobody waits for its time-out."""
+    """SCENARIOS 6: nobody waits for its time-out."""
 
     async def check(fleet: Fleet) -> None:
         await fleet.engine.pause(PauseMode.KEEP, True)
@@ -292,7 +292,7 @@ def test_rank_that_dies_in_a_transfer_ends_it_on_all(models: Path) -> None:
         await ready.wait()
         os.kill(fleet.engine.rank_pids[0], signal.SIGKILL)
         with pytest.raises(UpdateFailedError) as caught:
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(30.0):
                 await receiving
         # The first rank hadn't got a byte, but nobody can ask the dead one.
         assert caught.value.weights_touched
@@ -314,7 +314,7 @@ def test_rank_that_hangs_is_killed_after_its_group_was_left(models: Path) -> Non
         os.kill(pid, signal.SIGSTOP)
         await fleet.engine.leave_group()
         with pytest.raises(UpdateFailedError):
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(30.0):
                 await receiving
         await gone(pid)
         with pytest.raises(EngineDeadError):

@@ -16,7 +16,7 @@ from rlbus.testing import MemoryBroker, MemoryTransport
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 class Stage(Protocol):

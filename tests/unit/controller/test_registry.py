@@ -253,7 +253,7 @@ def test_before_the_first_update_everybody_clean_and_running_is_admitted(
 
 
 def test_only_the_fleets_version_is_admitted() -> None:
-    """Alive but behind isn't enough; neither is a fresh worker that has no version at all."""
+    """SCENARIOS 8: alive but behind isn't enough; neither is a fresh worker that has no version at all."""
     registry = fleet(
         announcement("backend/1", weights=clean(V7)),
         announcement("backend/2", weights=clean(V6)),

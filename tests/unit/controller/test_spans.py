@@ -26,7 +26,7 @@ WORKERS = [WorkerId(f"backend/{n}") for n in range(1, 5)]
 def test_each_worker_gets_as_many_ranks_as_its_own_world_size(
     sizes: list[int], num_trainer_ranks: int, expected: list[list[int]]
 ) -> None:
-    """The trainer's ranks come first; no gap, no overlap, and the sum is the group's size."""
+    """SCENARIOS 17: the trainer's ranks come first; no gap, no overlap, and the sum is the group's size."""
     spans = rank_spans(list(zip(WORKERS, sizes, strict=False)), num_trainer_ranks)
     assert [list(range(s.first, s.first + s.num_ranks)) for s in spans] == expected
     covered = list(range(num_trainer_ranks)) + [rank for ranks in expected for rank in ranks]
@@ -63,7 +63,7 @@ def joined(**changes: object) -> JoinedData:
 def test_what_a_worker_says_of_the_group_is_checked_before_any_tensor(
     data: ResultData | None, problem: str | None
 ) -> None:
-    """A worker that counts otherwise than planned fails the forming of the group."""
+    """SCENARIOS 17: a worker that counts otherwise than planned fails the forming of the group."""
     plan = plan_of("backend/1", "backend/2", sizes={"backend/2": 2})
     group = new_plan(plan, plan.candidates)
     found = check_joined(group, WorkerId("backend/2"), group.spans[1], data)

@@ -192,7 +192,7 @@ def test_a_worker_that_dies_is_never_addressed_again() -> None:
 
 
 def test_a_commit_nobody_heard_of_is_settled_by_asking() -> None:
-    """Silence is unknown, not failure: the worker says that it has the new version, and is let go."""
+    """SCENARIOS 34: silence is unknown, not failure; the worker says that it has the new version, and is let go."""
     play = Play(plan_of(W1, W2))
     play.to(Stage.COMMIT)
     play.answer({W2: silent()})

@@ -50,7 +50,7 @@ def test_one_publish_reaches_every_worker_of_a_component_and_each_outcome_comes_
 
 
 def test_256_workers_with_large_acks_are_gathered_fully() -> None:
-    """Nothing is lost for its size or number; 256 answers of about 40 kB each."""
+    """SCENARIOS 55: nothing is lost for its size or number; 256 answers of about 40 kB each."""
     sums = tuple(TensorSum(name=f"layers.{i}.weight", checksum="0" * 16) for i in range(1000))
 
     async def scenario() -> tuple[int, int, int, float]:

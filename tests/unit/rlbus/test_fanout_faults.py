@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_duplicated_deliveries_change_nothing() -> None:
-    """Each worker runs it once, each outcome is counted once, each callback is called once."""
+    """SCENARIOS 55: each worker runs it once, each outcome is counted once, each callback is called once."""
 
     async def scenario() -> tuple[int, list[list[str]], int, int]:
         scene = Scene()
@@ -79,7 +79,7 @@ def test_a_lost_answer_is_repeated_and_the_command_is_not_run_twice() -> None:
 
 
 def test_a_mute_worker_is_asked_what_became_of_it_and_reported_as_unknown() -> None:
-    """It got command, repeat and question, and nobody knows whether it did it."""
+    """SCENARIOS 34: it got command, repeat and question, and nobody knows whether it did it."""
 
     async def scenario() -> tuple[FaultCode, bool, list[str], float]:
         scene = Scene()
@@ -95,7 +95,7 @@ def test_a_mute_worker_is_asked_what_became_of_it_and_reported_as_unknown() -> N
 
 
 def test_an_outcome_that_was_reached_in_silence_is_found_out_before_it_is_reported() -> None:
-    """Answers lost until the question is put: the recorded result is fetched, not guessed."""
+    """SCENARIOS 34: answers lost until the question is put: the recorded result is fetched, not guessed."""
 
     async def scenario() -> tuple[Result | None, list[str], float]:
         scene = Scene()
@@ -148,7 +148,7 @@ def test_an_ack_brings_the_next_look_forward_when_the_stall_limit_is_the_shorter
 
 
 def test_nobody_listening_ends_soon_but_not_at_the_first_hint() -> None:
-    """503 on the broadcast, on the unicasts, and again after a quarter of the ack limit."""
+    """SCENARIOS 55: 503 on the broadcast, on the unicasts, and again after a quarter of the ack limit."""
 
     async def scenario() -> tuple[list[FaultCode], float]:
         scene = Scene()
@@ -190,7 +190,7 @@ def test_a_reconnect_in_the_middle_loses_no_outcome() -> None:
 
 
 def test_a_server_restart_is_survived_when_the_workers_return_after_us() -> None:
-    """Everybody is cut off; we are back first, and what the server says about the others then is no proof."""
+    """SCENARIOS 55: everybody is cut off; we are back first; what the server then says of the others is no proof."""
 
     async def scenario() -> tuple[bool, list[str], float]:
         scene = Scene()
@@ -241,7 +241,7 @@ def test_a_fanout_while_disconnected_sends_nothing_and_says_so() -> None:
 
 
 def test_a_command_that_arrives_after_its_expiry_is_refused_and_that_is_its_outcome() -> None:
-    """The envelope says until when it is valid: the deadline."""
+    """SCENARIOS 55: the envelope says until when it is valid: the deadline."""
 
     async def scenario() -> tuple[float, FaultCode | None, list[str]]:
         scene = Scene()

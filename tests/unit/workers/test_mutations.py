@@ -120,7 +120,7 @@ def test_failure_before_the_first_byte_leaves_what_was() -> None:
 
 
 def test_failure_after_the_first_byte_is_dirty_paused_and_heals_by_a_full_update() -> None:
-    """Torn weights refuse to resume, name the last good version, and the next full update makes them clean."""
+    """SCENARIOS 4: torn weights refuse to resume, name the last good version; the next full update makes them clean."""
 
     async def scenario(rig: Rig) -> None:
         await updated(rig, V1)
@@ -160,7 +160,7 @@ def test_wait_pause_on_top_of_a_pause_generates_nothing() -> None:
 
 
 def test_forced_resume_of_dirty_weights_is_published_as_forced() -> None:
-    """A person may override; everybody sees it, and the weights stay dirty."""
+    """SCENARIOS 4: a person may override; everybody sees it, and the weights stay dirty."""
 
     async def scenario(rig: Rig) -> None:
         await rig.until_paused(V1, DEFAULT_TENSORS)
@@ -341,7 +341,7 @@ def test_version_must_grow_unless_a_rollback_is_asked_for() -> None:
 
 
 def test_reload_from_disk_heals_and_keeps_below_its_roots(tmp_path: Path) -> None:
-    """A folder below a root makes dirty weights clean; any other path is refused, also through a link."""
+    """SCENARIOS 4: a folder below a root makes dirty weights clean; any other path is refused, also through a link."""
     outside = tmp_path / "outside"
     FakeEngine.save(outside, V1)
     root = tmp_path / "root"

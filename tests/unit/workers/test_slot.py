@@ -71,7 +71,7 @@ def test_progress_comes_every_second_and_grows_only_with_bytes() -> None:
 
 
 def test_second_mutation_is_busy_and_names_the_first() -> None:
-    """One mutation at a time; the refusal says which one runs."""
+    """SCENARIOS 3: one mutation at a time; the refusal says which one runs."""
 
     async def scenario(rig: Rig) -> None:
         first = rig.post(FlushCache(), op_id="slow")
@@ -87,7 +87,7 @@ def test_second_mutation_is_busy_and_names_the_first() -> None:
 
 
 def test_repeat_of_a_running_op_joins_it() -> None:
-    """The same op_id runs once; every reply address gets the one result."""
+    """SCENARIOS 3: the same op_id runs once; every reply address gets the one result."""
 
     async def scenario(rig: Rig) -> None:
         first = rig.post(FlushCache(), op_id="f")
@@ -136,7 +136,7 @@ def test_destroy_of_the_group_takes_a_running_transfer_back() -> None:
 
 
 def test_destroy_takes_a_running_join_back() -> None:
-    """A group that others couldn't join isn't waited for."""
+    """SCENARIOS 23: a group that others couldn't join isn't waited for."""
 
     async def scenario(rig: Rig) -> None:
         join = rig.post(InitGroup(plan=rig.plan(1)))
@@ -165,7 +165,7 @@ def test_passed_deadline_ends_a_stuck_transfer_with_what_the_engine_says() -> No
 
 
 def test_engine_call_that_clings_keeps_the_place_but_not_the_result() -> None:
-    """The result comes at the deadline; until the engine lets go, other mutations are busy."""
+    """SCENARIOS 23: the result comes at the deadline; until the engine lets go, other mutations are busy."""
 
     async def scenario(rig: Rig) -> None:
         sent = rig.post(FlushCache(), op_id="f", expires_in_s=5.0)

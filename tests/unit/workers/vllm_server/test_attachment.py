@@ -49,7 +49,7 @@ def app(port: int | None = None, *, is_up: bool = True) -> Any:
 
 
 def test_only_the_first_of_several_api_servers_has_an_agent() -> None:
-    """They share one engine, and would be as many workers."""
+    """SCENARIOS 50: they share one engine, and would be as many workers."""
     found = [Attachment.from_env(server(index), args(), ENV) is not None for index in range(3)]
     assert found == [True, False, False]
 
@@ -80,7 +80,7 @@ def test_wrong_setting_is_refused_when_the_server_starts(name: str) -> None:
     ],
 )
 def test_address_is_one_that_others_can_use(given: dict[str, Any], extra: dict[str, str], expected: str | None) -> None:
-    """Port 0 is what the system made of it; a wildcard isn't an address."""
+    """SCENARIOS 58: port 0 is what the system made of it; a wildcard isn't an address."""
     attachment = Attachment.from_env(server(0), args(**given), {**ENV, **extra})
     assert attachment is not None
     assert attachment._url(app(4711)) == expected

@@ -84,7 +84,7 @@ def test_model_whose_tensors_are_unknown_takes_no_update(tmp_path: Path, monkeyp
 
 
 def test_one_of_several_api_servers_neither_counts_nor_aborts(tmp_path: Path) -> None:
-    """It sees only its own requests."""
+    """SCENARIOS 50: it sees only its own requests."""
     llm = FakeLLM(num_servers=2)
     llm.add("a-1", "a")
 
@@ -131,7 +131,7 @@ def test_pause_that_somebody_undid_meanwhile_is_a_failure(tmp_path: Path) -> Non
 
 
 def test_flush_empties_every_cache_and_admits_when_one_stays(tmp_path: Path) -> None:
-    """Prefix, multimodal, encoder."""
+    """SCENARIOS 14: prefix, multimodal, encoder."""
     llm = FakeLLM()
 
     async def check(engine: VllmEngine) -> None:
