@@ -220,7 +220,7 @@ class Stage:
         return set(at) >= set(self.kit.workers) and all(v is not None and v.step == version for v in steps)
 
     async def wrong_outputs(self) -> tuple[str, ...]:
-        """Admitted workers whose greedy tokens aren't those of the trainer's own model at the version that they claim."""
+        """Admitted workers whose greedy tokens aren't those of the trainer's own model at the version they claim."""
         endpoints = {}
         for m in (await self.view()).members:
             version, url = m.status.weights.version, m.descriptor.completions_url
