@@ -42,7 +42,9 @@ def update_report(state: UpdateState, timings: Timings) -> Report:
         took_s=timings.took_s,
         fault=None if status is OpStatus.OK else root_cause(state.causes),
         version=request.version,
-        epoch=None if state.group is None else state.group.plan.epoch,
+        epoch=state.epochs[-1] if state.epochs else None,
+        num_attempts=state.attempt,
+        epochs=state.epochs,
         num_bytes=state.num_bytes,
         paused_s=timings.paused_s,
     )

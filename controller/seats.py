@@ -171,5 +171,6 @@ RECORD: dict[Stage, Recorder] = {
     Stage.ABORT: _aborted,
     Stage.SETTLE: _settled,
     Stage.FREE: _freed,
+    Stage.REGROUP: _aborted,  # who can't is asked to leave once more by joining the next group; who is silent is lost
     Stage.LEAVE: _ignored,  # whoever can't leave is asked to again when the next group is formed
 }

@@ -474,6 +474,8 @@ class Controller:
         finally:
             # Also when dropped half way: what stands then is as far as it came.
             self._group = standing_group(run.state)
+            for epoch in run.state.epochs:
+                self.registry.saw_epoch(epoch)
             if has_committed(run.state):
                 self._committed(plan.request.version)
         running.op.finish()

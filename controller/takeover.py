@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.attempts import MAX_ATTEMPTS, in_attempt
 from rlbus.controller.causes import fault
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import Op
@@ -65,6 +66,8 @@ class TakeOver:
         self._registry = registry
         self._loop = asyncio.get_running_loop()
         self._num_steps = 0
+        # Of the pauses that it may have begun, one per attempt.
+        self._pause_ids = {derive(op.op_id, in_attempt(1 + n, PAUSE_STEP)) for n in range(MAX_ATTEMPTS)}
         # What each member says of itself; who isn't there or doesn't answer has no place in it.
         self._seen: dict[WorkerId, WorkerStatus] = {}
         self._silent: dict[WorkerId, Fault] = {}
@@ -121,7 +124,7 @@ class TakeOver:
             received = [w for w in self._entry.verified if self._has(w, WeightsState.UPDATING)]
             await self._ask("commit", body, received)
             await self._look()
-        pausing = [w for w, status in self._seen.items() if status.op_id == derive(self._op.op_id, PAUSE_STEP)]
+        pausing = [w for w, status in self._seen.items() if status.op_id in self._pause_ids]
         rest = [w for w, s in self._seen.items() if w not in pausing and not self._is_at_version(s)]
         abort = AbortWeights(update_op_id=request.op_id, reason="its controller died")
         # A join of the old leader may still run; what is open is closed once that has ended.
@@ -136,7 +139,8 @@ class TakeOver:
         """Nobody stays in the group of this update: its sender has no controller any more that knows of it."""
         epochs = {s.epoch for w in workers if (s := self._seen.get(w)) is not None and s.epoch is not None}
         if self._entry.item.epoch is not None:
-            epochs.add(self._entry.item.epoch)
+            # Also those of attempts that may have followed, and weren't written down in time.
+            epochs.update(range(self._entry.item.epoch, self._entry.item.epoch + MAX_ATTEMPTS))
         for epoch in sorted(epochs):
             await self._ask("leave", DestroyGroup(epoch=epoch), workers)
 
@@ -221,8 +225,8 @@ class TakeOver:
 
     def _is_held_by_op(self, status: WorkerStatus, request: PauseFleet | None) -> bool:
         """Whether this op paused it, or is about to."""
-        step = derive(self._op.op_id, PAUSE_STEP)
-        return status.op_id == step or self._is_paused_by(status, step if request is None else request.caller)
+        owner = derive(self._op.op_id, PAUSE_STEP) if request is None else request.caller
+        return status.op_id in self._pause_ids or self._is_paused_by(status, owner)
 
     # -- the report ---------------------------------------------------------------------------------------------------
 

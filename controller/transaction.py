@@ -6,13 +6,16 @@ prepare -> form or reuse the group -> sender ready -> pause -> receive -> verify
   everything and has the trainer's checksums is committed and resumed, the rest is wound down (`winding`).
 - Once a worker is committed, neither a cancel nor the deadline turns back.
 - `require` lets workers drop out while preparing; a group, once formed, needs all of its members.
+- With `on_failure` retry, an attempt that lost somebody is followed by one on those who are left (`attempts`).
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from rlbus.controller.attempts import may_go_without_lost, may_retry, next_attempt, note_late, probe_s, step_of
 from rlbus.controller.grouping import fits, new_plan
 from rlbus.controller.leases import LEASE_S
+from rlbus.controller.op_ids import PAUSE_STEP, derive
 from rlbus.controller.seats import blame, change, record
 from rlbus.controller.update_state import (
     FORWARD,
@@ -35,9 +38,10 @@ from rlbus.controller.update_state import (
     WorkerAccepted,
     WorkerGone,
     WorkersAnswered,
+    WorkerSilent,
 )
 from rlbus.controller.verify import check_received, check_sent
-from rlbus.controller.winding import WINDING, wind_down
+from rlbus.controller.winding import WINDING, wind_down, wind_up
 from rlbus.schemas import (
     CommandBody,
     CommitWeights,
@@ -58,6 +62,9 @@ from rlbus.schemas import (
 
 Decision = tuple[UpdateState, tuple[Action, ...]]
 
+# Steps in which the others, or the trainer, stand still for whoever is silent.
+_PROBED = frozenset({Stage.JOIN, Stage.PAUSE})
+
 
 def decide(state: UpdateState, event: Event) -> Decision:
     """What an update does about `event`. Repeats, late and foreign events change nothing."""
@@ -73,9 +80,13 @@ def decide(state: UpdateState, event: Event) -> Decision:
             # Only the last one moves anything; a look at everybody for each would cost a large fleet dearly.
             return _advance(state) if state.pending <= state.accepted else (state, ())
         case WorkersAnswered():
+            if event.step == state.late_step and state.stage not in FORWARD:
+                return note_late(state, event), ()
             return (state, ()) if event.step != state.step else _advance(record(state, event.answers))
         case WorkerGone():
             return _on_gone(state, event)
+        case WorkerSilent():
+            return _on_silent(state, event)
         case SenderJoined():
             if state.sender is not Sender.JOINING or state.group is None or event.epoch != state.group.plan.epoch:
                 return state, ()
@@ -109,11 +120,21 @@ def _on_gone(state: UpdateState, event: WorkerGone) -> Decision:
     return _advance(state)
 
 
+def _on_silent(state: UpdateState, event: WorkerSilent) -> Decision:
+    """Nothing moves in the transfer, and this one says nothing: it isn't waited for."""
+    if state.stage is not Stage.RECEIVE or event.worker not in state.pending:
+        return state, ()
+    state = blame(replace(state, is_group_suspect=True), event.worker, Outcome.UNKNOWN, event.fault)
+    if state.sender is Sender.SENDING:
+        return wind_down(state)
+    return _advance(replace(state, pending=state.pending - {event.worker}))
+
+
 def _on_stop(state: UpdateState, event: StopAsked) -> Decision:
     """Take it back, as far as that is no harm: who has everything already is better committed than torn."""
     if state.stage not in FORWARD:
-        return state, ()
-    state = replace(state, causes=(*state.causes, event.fault))
+        return replace(state, is_stopped=True), ()
+    state = replace(state, causes=(*state.causes, event.fault), is_stopped=True)
     is_complete = any(seat.is_good and seat.damage is Damage.RECEIVED for seat in state.seats.values())
     if state.stage is not Stage.RECEIVE or state.sender is not Sender.SENT or not is_complete:
         return wind_down(state)
@@ -137,7 +158,8 @@ def _on_sender_failed(state: UpdateState, event: SenderFailed) -> Decision:
     if is_other or state.sender in (Sender.IDLE, Sender.SENT, Sender.FAILED) or state.stage not in FORWARD:
         return state, ()
     causes = (*state.causes, event.fault)
-    return wind_down(replace(state, sender=Sender.FAILED, is_group_suspect=True, causes=causes))
+    failed = replace(state, sender=Sender.FAILED, sender_fault=event.fault, is_group_suspect=True, causes=causes)
+    return wind_down(failed)
 
 
 # -- the way forward --------------------------------------------------------------------------------------------------
@@ -146,9 +168,10 @@ def _on_sender_failed(state: UpdateState, event: SenderFailed) -> Decision:
 def _ask(
     state: UpdateState, stage: Stage, body: CommandBody, workers: tuple[WorkerId, ...], step: str | None = None
 ) -> Decision:
-    step = stage.value if step is None else step
+    step = step_of(state, stage.value if step is None else step)
     state = replace(state, stage=stage, step=step, pending=frozenset(workers), accepted=frozenset())
-    return state, (Ask(step, body, workers, is_ending=stage not in FORWARD),)
+    ack_s = probe_s(state) if stage in _PROBED else None
+    return state, (Ask(step, body, workers, is_ending=stage not in FORWARD, ack_s=ack_s),)
 
 
 def _advance(state: UpdateState) -> Decision:
@@ -178,7 +201,7 @@ def _after_prepare(state: UpdateState) -> Decision:
         return state, ()
     if state.lacking and state.stage is Stage.PREPARE:
         return _put_page(state)
-    if len(state.crew) < max(1, state.plan.num_needed):
+    if not may_go_without_lost(state):
         return wind_down(state)
     return _form(state)
 
@@ -204,7 +227,8 @@ def _form(state: UpdateState) -> Decision:
     plan = state.plan
     crew = tuple(state.seats[w].candidate for w in state.crew)
     if plan.current is not None and plan.is_whole and fits(plan.current, plan.request, crew):
-        state = replace(state, stage=Stage.JOIN, step=None, group=plan.current)
+        epochs = (*state.epochs, plan.current.plan.epoch)
+        state = replace(state, stage=Stage.JOIN, step=None, group=plan.current, epochs=epochs)
         state = change(state, state.crew, is_joined=True)
         return _after_join(state)
     if plan.current is None:
@@ -225,7 +249,8 @@ def _join(state: UpdateState) -> Decision:
     crew = state.crew
     group_plan = new_plan(state.plan, tuple(state.seats[w].candidate for w in crew))
     boots = {w: state.seats[w].candidate.boot_id for w in crew}
-    state = replace(state, group=Group(group_plan, state.plan.request.sender_id, boots))
+    group = Group(group_plan, state.plan.request.sender_id, boots)
+    state = replace(state, group=group, epochs=(*state.epochs, group_plan.epoch))
     return _ask(state, Stage.JOIN, InitGroup(plan=group_plan), crew)
 
 
@@ -250,7 +275,9 @@ def _pause(state: UpdateState) -> Decision:
         return _receive(state)
     state = change(state, running, hold=Hold.ASKED)
     # The caches are emptied after the commit, when it counts.
-    body = PauseGeneration(mode=state.plan.request.pause_mode, clear_cache=False, lease_s=LEASE_S)
+    # One owner for all attempts: the lease goes on from one to the next.
+    owner = derive(state.plan.request.op_id, PAUSE_STEP)
+    body = PauseGeneration(mode=state.plan.request.pause_mode, clear_cache=False, owner=owner, lease_s=LEASE_S)
     return _ask(state, Stage.PAUSE, body, running)
 
 
@@ -332,6 +359,13 @@ def _after_resume(state: UpdateState) -> Decision:
     return (state, ()) if state.pending else wind_down(state)
 
 
+def _after_regroup(state: UpdateState) -> Decision:
+    """Begin again with those who left the broken group, if there still are enough and nobody wants it ended."""
+    if state.pending:
+        return state, ()
+    return _prepare(next_attempt(state)) if may_retry(state) else wind_up(state)
+
+
 def _is_group_good(state: UpdateState) -> bool:
     assert state.group is not None
     return all(state.seats[w].is_good for w in state.group.workers)
@@ -353,4 +387,5 @@ _NEXT: dict[Stage, Callable[[UpdateState], Decision]] = {
     Stage.COMMIT: _after_commit,
     Stage.FLUSH: _after_flush,
     Stage.RESUME: _after_resume,
+    Stage.REGROUP: _after_regroup,
 }

@@ -7,13 +7,16 @@ whatever happens, the run ends within the op's deadline plus the bounds of windi
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.attempts import STILL_S
 from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
 from rlbus.controller.line import ENDING_S, Line, limits_until
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive
+from rlbus.controller.stillness import Stillness
 from rlbus.controller.transaction import decide
 from rlbus.controller.update_state import (
     FORWARD,
@@ -35,6 +38,7 @@ from rlbus.controller.update_state import (
     WorkerAccepted,
     WorkerGone,
     WorkersAnswered,
+    WorkerSilent,
     initial,
 )
 from rlbus.controller.winding import to_keep
@@ -45,6 +49,7 @@ from rlbus.schemas import (
     FaultCode,
     JoinTask,
     LeaveTask,
+    OnFailure,
     Outcome,
     Progress,
     ReceiveWeights,
@@ -84,6 +89,7 @@ class UpdateRun:
         # Last sign of life of the trainer since it was told something; None: none yet.
         self._sender_heard_s: float | None = None
         self._sent_bytes = 0
+        self._stillness = Stillness(STILL_S)
         self._paused_since_s: float | None = None
         self._released_s: float | None = None
         self._num_released = 0
@@ -138,11 +144,12 @@ class UpdateRun:
                 current=current,
             )
         self._sender_heard_s = self._loop.time()
+        self._stillness.heard(None, self._sender_heard_s)
         match signal.step:
             case SenderStep.JOINED:
                 self._post(SenderJoined(signal.epoch))
             case SenderStep.ALIVE:
-                self._sent_bytes = max(self._sent_bytes, signal.num_bytes)
+                self._moved(signal.num_bytes)
             case SenderStep.SENT:
                 self._post(SenderSent(signal.epoch, signal.sums, signal.num_bytes))
             case SenderStep.FAILED:
@@ -207,10 +214,11 @@ class UpdateRun:
             self._batch_answer(ask.step, worker, answer)
 
         def on_answer(worker: WorkerId, answer: WorkerAnswer) -> None:
+            self._stillness.heard(worker, self._loop.time())
             if isinstance(answer, Accepted):
                 self._post(WorkerAccepted(ask.step, worker))
             elif isinstance(answer, Progress) and self.state.stage is Stage.RECEIVE:
-                self._sent_bytes = max(self._sent_bytes, answer.done)
+                self._moved(answer.done)
 
         await asyncio.sleep(ask.after_s)
         last: StepAnswer | None = None
@@ -223,6 +231,8 @@ class UpdateRun:
                     stall_s=self.state.plan.request.stall_s if isinstance(ask.body, ReceiveWeights) else None,
                     is_ending=ask.is_ending,
                 )
+                if ask.ack_s is not None:
+                    limits = replace(limits, ack_s=min(limits.ack_s, ask.ack_s))
                 await self._line.ask(
                     ask.body,
                     ask.workers,
@@ -272,6 +282,10 @@ class UpdateRun:
         else:
             self._tasks = [t for t in self._tasks if type(t) is not type(message) and not isinstance(t, LeaveTask)]
             self._tasks.append(message)
+        if isinstance(message, JoinTask):
+            self._sent_bytes = 0  # another attempt sends everything again
+        elif isinstance(message, SendTask):
+            self._stillness.begin(self._loop.time())
         self._told_s = self._loop.time()
         self._sender_heard_s = None
         self._op.audience.tell(message)
@@ -298,11 +312,25 @@ class UpdateRun:
             given_s = self._op.request.deadline_s
             why = f"not done within {given_s:g} s; it was in phase {self.state.phase}"
             self._op.stop(fault(FaultCode.DEADLINE, why, limit_s=f"{given_s:g}", phase=self.state.phase))
+        self._check_stillness(now_s)
         limit_s = self._sender_limit_s()
         if limit_s is not None and now_s >= limit_s - 1e-6:
             silent_s = now_s - (self._told_s if self._sender_heard_s is None else self._sender_heard_s)
             why = f"the trainer was silent for {silent_s:.0f} s while {self.state.sender.value}"
             self._handle(SenderFailed(None, fault(FaultCode.SENDER_FAILED, why)))
+
+    def _moved(self, num_bytes: int) -> None:
+        """The transfer is so far, by the trainer's or a worker's word."""
+        if num_bytes > self._sent_bytes:
+            self._sent_bytes = num_bytes
+            self._stillness.moved(self._loop.time())
+
+    def _check_stillness(self, now_s: float) -> None:
+        if self.state.stage is not Stage.RECEIVE or self.state.plan.request.on_failure is not OnFailure.RETRY:
+            return
+        for worker in self._stillness.lost(sorted(self.state.pending), now_s):
+            why = f"no byte moves, and it gives no sign of life for over {STILL_S:g} s"
+            self._handle(WorkerSilent(worker, fault(FaultCode.NO_ACK, why, retryable=True)))
 
     def _tick(self) -> None:
         if self.state.stage is Stage.RECEIVE:

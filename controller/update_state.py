@@ -49,6 +49,8 @@ class Stage(enum.StrEnum):
     SETTLE = "settle"
     FREE = "free"
     LEAVE = "leave"
+    # Those who are left leave the broken group, to form the next one.
+    REGROUP = "regroup"
     DONE = "done"
 
 
@@ -69,6 +71,7 @@ PHASE_OF = {
     Stage.SETTLE: "undo",
     Stage.FREE: "undo",
     Stage.LEAVE: "undo",
+    Stage.REGROUP: "regroup",
     Stage.DONE: "done",
 }
 # Up to here an update can be taken back; after it, it is finished on whoever received everything.
@@ -196,6 +199,9 @@ class Seat:
     is_gone: bool = False
     blame: Blame | None = None
     received: ReceivedData | None = None
+    # Torn by an attempt before this one; left out of this one for what it did in one before.
+    was_torn: bool = False
+    is_out: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -230,6 +236,15 @@ class UpdateState:
     causes: tuple[Fault, ...] = ()
     # The phase in which it was given up; None: it went through to its end.
     failed_in: str | None = None
+    # Attempts count from 1; `epochs` are those of the groups that were used, in order.
+    attempt: int = 1
+    epochs: tuple[int, ...] = ()
+    # Cancelled, or out of time: there is no other attempt.
+    is_stopped: bool = False
+    # Why the trainer gave up the present attempt.
+    sender_fault: Fault | None = None
+    # The broadcast that is being wound down, whose answers still tell who broke it.
+    late_step: str | None = None
 
     @property
     def phase(self) -> str:
@@ -280,6 +295,14 @@ class WorkerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSilent:
+    """A worker gives no sign of life while no byte moves in the transfer."""
+
+    worker: WorkerId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
 class SenderJoined:
     """The trainer is in the group."""
 
@@ -310,7 +333,17 @@ class StopAsked:
     fault: Fault
 
 
-Event = Began | WorkerAccepted | WorkersAnswered | WorkerGone | SenderJoined | SenderSent | SenderFailed | StopAsked
+Event = (
+    Began
+    | WorkerAccepted
+    | WorkersAnswered
+    | WorkerGone
+    | WorkerSilent
+    | SenderJoined
+    | SenderSent
+    | SenderFailed
+    | StopAsked
+)
 
 # -- actions ----------------------------------------------------------------------------------------------------------
 
@@ -327,6 +360,8 @@ class Ask:
     workers: tuple[WorkerId, ...]
     is_ending: bool = False
     after_s: float = 0.0
+    # Without a sign of life for this long a worker counts as silent; None: as in any step.
+    ack_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 abort -> settle -> free -> leave. Whatever the way here was: a session that is open on a worker is aborted, the worker
 itself says what its weights are, who is untouched and was paused by this update generates again, torn ones stay paused,
-and a group that may be broken is left by all. Workers that are at the new version and run are not touched.
+and a group that may be broken is left by all. If the update is to be tried again (`attempts`), the survivors only leave
+the group, and stay paused. Workers that are at the new version and run are not touched.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from rlbus.controller.attempts import is_lost, may_retry, probe_s, recall_torn, step_of
 from rlbus.controller.causes import fault
 from rlbus.controller.seats import blame, change
 from rlbus.controller.update_state import (
@@ -29,6 +31,7 @@ from rlbus.schemas import (
     FaultCode,
     GetVersion,
     LeaveTask,
+    OnFailure,
     Outcome,
     ResumeGeneration,
     WorkerId,
@@ -45,8 +48,12 @@ Decision = tuple[UpdateState, tuple[Action, ...]]
 def wind_down(state: UpdateState) -> Decision:
     """Begin to end the update, from wherever it is."""
     before: list[Action] = []
-    if state.step is not None and state.pending:
-        before.append(Drop(state.step))
+    step = state.step
+    if step is not None and state.pending:
+        if state.stage is Stage.RECEIVE and probe_s(state) is not None:
+            state = replace(state, late_step=step)
+        else:
+            before.append(Drop(step))
     if state.stage in FORWARD:
         state = replace(state, failed_in=state.phase)
         if state.stage in (Stage.JOIN, Stage.RECEIVE):
@@ -62,23 +69,43 @@ def wind_down(state: UpdateState) -> Decision:
 def _abort(state: UpdateState) -> Decision:
     opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
     if not opened:
-        return _free(state)
+        return _regroup(state)
     reason = state.causes[-1].message if state.causes else "the update ended"
     body = AbortWeights(update_op_id=state.plan.request.op_id, reason=reason)
-    return _ask(state, Stage.ABORT, body, opened)
+    return _ask(state, Stage.ABORT, body, opened, ack_s=probe_s(state))
 
 
 def _after_abort(state: UpdateState) -> Decision:
     if state.pending:
         return state, ()
+    if state.plan.request.on_failure is OnFailure.RETRY and state.may_have_sent:
+        # Others wait for the next attempt: who was silent just now isn't asked again, and counts as torn.
+        silent = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED) and is_lost(seat))
+        state = change(state, silent, damage=Damage.TORN)
     opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
     if opened and state.may_have_sent:
-        return _ask(state, Stage.SETTLE, GetVersion(), opened)
-    return _free(change(state, opened, damage=Damage.NONE))  # no byte can have reached them
+        return _ask(state, Stage.SETTLE, GetVersion(), opened, ack_s=probe_s(state))
+    return _regroup(change(state, opened, damage=Damage.NONE))  # no byte can have reached them
 
 
 def _after_settle(state: UpdateState) -> Decision:
-    return (state, ()) if state.pending else _free(state)
+    return (state, ()) if state.pending else _regroup(state)
+
+
+def _regroup(state: UpdateState) -> Decision:
+    """The fork: another attempt on those who are left, or the end."""
+    if not may_retry(state):
+        return wind_up(state)
+    assert state.group is not None
+    body = DestroyGroup(epoch=state.group.plan.epoch)
+    # Everybody who is there, blamed or not: it also shows who is silent.
+    members = tuple(w for w in state.group.workers if not is_lost(state.seats[w]))
+    return _ask(state, Stage.REGROUP, body, members, ack_s=probe_s(state))
+
+
+def wind_up(state: UpdateState) -> Decision:
+    """End the update, after what was open is closed and nothing is tried again."""
+    return _free(recall_torn(state))
 
 
 def _free(state: UpdateState) -> Decision:
@@ -152,10 +179,11 @@ def _ask(
     *,
     step: str | None = None,
     after_s: float = 0.0,
+    ack_s: float | None = None,
 ) -> Decision:
-    step = stage.value if step is None else step
+    step = step_of(state, stage.value if step is None else step)
     state = replace(state, stage=stage, step=step, pending=frozenset(workers), accepted=frozenset())
-    return state, (Ask(step, body, workers, is_ending=True, after_s=after_s),)
+    return state, (Ask(step, body, workers, is_ending=True, after_s=after_s, ack_s=ack_s),)
 
 
 def _who(state: UpdateState, holds: Callable[[Seat], bool]) -> tuple[WorkerId, ...]:

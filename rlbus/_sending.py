@@ -15,7 +15,7 @@ from typing import Any
 
 from rlbus._conversation import ask
 from rlbus.bus import Bus
-from rlbus.errors import FaultError, RLBusError
+from rlbus.errors import FaultError, GroupBrokenError, RLBusError
 from rlbus.schemas import (
     ControlReply,
     Fault,
@@ -270,7 +270,7 @@ class SenderHalf:
     async def _send(self, epoch: int) -> None:
         alive = self._start(self._say_alive(epoch))
         try:
-            await self._try(epoch, FaultCode.SENDER_FAILED, self._send_all())
+            await self._try(epoch, FaultCode.SENDER_FAILED, self._send_all(), FaultCode.TRANSFER_FAILED)
         finally:
             alive.cancel()
 
@@ -289,16 +289,22 @@ class SenderHalf:
     def _count(self, done: int, _total: int) -> None:
         self._num_bytes = done  # called from the plane's thread; one store is atomic
 
-    async def _try(self, epoch: int, code: FaultCode, work: Coroutine[Any, Any, None]) -> None:
+    async def _try(
+        self, epoch: int, code: FaultCode, work: Coroutine[Any, Any, None], broken: FaultCode = FaultCode.GROUP_FAILED
+    ) -> None:
+        """Do it and post how it ended: as `code`, or as `broken` if that is the group's doing and not ours."""
         try:
             await work
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as exc:  # noqa: BLE001 - a source is the user's code; `cause` is chained to what they get
             self.cause = exc
+            if isinstance(exc, GroupBrokenError):
+                code = broken
             fault = exc.fault if isinstance(exc, FaultError) else Fault(code=code, message=_describe(exc))
             self._post(WorkFailed(epoch, fault))
         else:
+            self.cause = None  # what broke an attempt before is over
             self._post(WorkEnded(epoch))
 
     async def _leave(self, reason: str) -> None:

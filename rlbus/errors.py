@@ -125,6 +125,10 @@ class TransferError(RLBusError):
         return f"{self.operation}: {self.problem}"
 
 
+class GroupBrokenError(TransferError):
+    """A collective failed, or was left: somebody else's end may be the cause, so that another try can succeed."""
+
+
 class ConflictError(RLBusError):
     """Something else stands under `key` than the write of `revision` (None: nothing). Nothing was written."""
 

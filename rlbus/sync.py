@@ -22,7 +22,7 @@ from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
 from rlbus.errors import BrokenError, ClosedError
 from rlbus.reports import UpdateReport
-from rlbus.schemas import FleetView, PauseMode, Report, Target, Version
+from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, Target, Version
 from rlbus.session import Session, connect
 from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S, Weights
 from rlbus.trainer import Trainer as AsyncTrainer
@@ -236,6 +236,7 @@ class Trainer:
         incarnation: int = 0,
         target: Target = EVERYBODY,
         require: int | None = None,
+        on_failure: OnFailure | str = OnFailure.RETRY,
         pause_mode: PauseMode | str = PauseMode.KEEP,
         reset_prefix_cache: bool = True,
         allow_rollback: bool = False,
@@ -257,6 +258,7 @@ class Trainer:
                 incarnation=incarnation,
                 target=target,
                 require=require,
+                on_failure=on_failure,
                 pause_mode=pause_mode,
                 reset_prefix_cache=reset_prefix_cache,
                 allow_rollback=allow_rollback,

@@ -12,6 +12,7 @@ the group runs in threads.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -46,9 +47,11 @@ from rlbus.schemas import (
     ControlReply,
     FaultCode,
     FleetView,
+    OnFailure,
     OpProgress,
     OpResult,
     OpStatus,
+    Outcome,
     PauseMode,
     PutManifestPage,
     Report,
@@ -81,6 +84,8 @@ MAX_MANIFEST_RESENDS = 2
 # A module, a state dict, a re-iterable source of (name, tensor), or an object with `specs()` that yields the same.
 Weights = Any
 T = TypeVar("T")
+
+_log = logging.getLogger("rlbus.trainer")
 
 
 class Trainer:
@@ -132,6 +137,7 @@ class Trainer:
         incarnation: int = 0,
         target: Target = EVERYBODY,
         require: int | None = None,
+        on_failure: OnFailure | str = OnFailure.RETRY,
         pause_mode: PauseMode | str = PauseMode.KEEP,
         reset_prefix_cache: bool = True,
         allow_rollback: bool = False,
@@ -148,6 +154,9 @@ class Trainer:
                 not change until this returns.
             version: the step, above that of the update before; an int is a step of `incarnation`.
             require: how many workers have to end at the new version (None: all of the target).
+            on_failure: "retry": when a worker is lost, the update is tried again on the others, up to 3 times in all
+                and within `deadline_s`, and who ends behind is told in the report, not by an error. "stop": it is
+                ended on everybody whom the loss has touched, and anything but a full success is an error.
             pause_mode: what a pause does with requests in flight: keep, wait or abort.
             deadline_s: for all of it; `stall_s`: for no byte moving.
             bucket_bytes: size of what is sent at once; the memory used beyond the weights is twice that.
@@ -158,7 +167,8 @@ class Trainer:
             ConfigError: an argument makes no sense, or the source can't be read twice.
             RefusedError: another update of ours runs (BusyError), `version` isn't newer (VersionRegressionError), the
                 tensors don't fit the engines' model (ManifestError names the first): nothing changed anywhere.
-            PartialError: failed or partial; `.report` has one outcome per worker, and what each was left in.
+            PartialError: nobody is at the new version, or fewer than `require` (None: with "stop", fewer than all);
+                `.report` has one outcome per worker, and what each was left in.
             DeadlineError: no report in time. BrokenError: no controller, or it went away.
         Cancel: the op is taken back and the group left, which takes at most 25 s.
         """
@@ -185,6 +195,7 @@ class Trainer:
                     bucket_bytes=_bucket_bytes(bucket_bytes),
                     target=target,
                     require=require,
+                    on_failure=_as_on_failure(on_failure),
                     pause_mode=as_pause_mode(pause_mode),
                     reset_prefix_cache=reset_prefix_cache,
                     allow_rollback=allow_rollback,
@@ -198,7 +209,7 @@ class Trainer:
                 raise
             took_s = asyncio.get_running_loop().time() - started
             return UpdateReport(_refused_report(op_id, step, exc, took_s))
-        if check and not report.ok:
+        if check and not (report.ok or _is_borne(report.report, require, on_failure)):
             _raise_for_update(report, cause)
         return report
 
@@ -367,6 +378,23 @@ def _bucket_bytes(value: int) -> int:
     if not _is_int(value) or not MIN_BUCKET_BYTES <= value <= MAX_BUCKET_BYTES:
         raise ConfigError("bucket_bytes", value, f"use a whole number from {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}")
     return value
+
+
+def _is_borne(report: Report, require: int | None, on_failure: OnFailure | str) -> bool:
+    """Whether a report that isn't ok is no error: training goes on with who is left, the rest is caught up."""
+    is_borne = report.status is OpStatus.PARTIAL and require is None and on_failure == OnFailure.RETRY
+    if is_borne:
+        behind = ", ".join(o.worker for o in report.outcomes if o.outcome is not Outcome.OK)
+        why = "" if report.fault is None else report.fault.message
+        _log.warning("version %s is served without %s: %s", report.version, behind, why)
+    return is_borne
+
+
+def _as_on_failure(value: OnFailure | str) -> OnFailure:
+    try:
+        return OnFailure(value)
+    except ValueError as exc:
+        raise ConfigError("on_failure", value, 'use "retry" or "stop"') from exc
 
 
 def _positive(name: str, value: float) -> float:

@@ -96,6 +96,7 @@ class PutManifestPage(Request, frozen=True, kw_only=True, tag="put_manifest"):
 class OnFailure(enum.StrEnum):
     """What an update does when a worker fails in it."""
 
+    RETRY = "retry"  # abort everybody, and try again on those who are left, a bounded number of times
     STOP = "stop"  # commit on those that are complete and checked, report the rest
 
 
@@ -219,6 +220,7 @@ class OpStatus(enum.StrEnum):
 class Report(Wire, frozen=True, kw_only=True):
     """How an op ended: one outcome per worker, the seconds of each phase in order, and the first cause.
 
+    `num_attempts` and `epochs` (of the groups used, in order; `epoch` is the last) tell of tries that lost somebody.
     `paused_s` is how long engines stood still (first pause sent to last resume acked): what a user pays for an update.
     """
 
@@ -233,6 +235,8 @@ class Report(Wire, frozen=True, kw_only=True):
     epoch: int | None = None
     num_bytes: int = 0
     paused_s: float = 0.0
+    num_attempts: int = 1
+    epochs: tuple[int, ...] = ()
 
 
 class Liveness(enum.StrEnum):

@@ -220,11 +220,12 @@ async def worker_on_bus(
     config: AgentConfig | None = None,
     component: str = COMPONENT,
     instance_id: str = INSTANCE_ID,
+    boot: str = "boot",
 ) -> AsyncIterator[Rig]:
-    """A started engine and its agent on a bus in memory; both end with the context."""
+    """A started engine and its agent on a bus in memory; both end with the context. A restart has another `boot`."""
     broker = MemoryBroker() if broker is None else broker
     await engine.start()
-    worker_bus = Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids(f"boot-{instance_id}"))
+    worker_bus = Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids(f"{boot}-{instance_id}"))
     bus = Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids("id"))
     async with worker_bus, bus:
         agent = Agent(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlbus.errors import TransferError
+from rlbus.errors import GroupBrokenError, TransferError
 from rlbus.schemas import GroupPlan, Rendezvous, TensorSpec, TensorSum, Version
 from rlbus.transfer.manifest import num_bytes
 from rlbus.transfer.plane import ProgressFn, Sent, WeightSource
@@ -37,8 +37,8 @@ class FakeSource:
 class FakePlaneScript:
     """What a FakePlane does. Durations in seconds of the loop; `fail_*` is the problem that it reports.
 
-    `send_parts` is how often progress is told; a fault comes after `fail_after_parts` of them. `wrong_sum_of` names a
-    tensor whose sum is off.
+    `send_parts` is how often progress is told; a fault comes after `fail_after_parts` of them: `fail_send` is the
+    trainer's own, `break_send` that of the group. `wrong_sum_of` names a tensor whose sum is off.
     """
 
     join_s: float = 0.0
@@ -46,6 +46,7 @@ class FakePlaneScript:
     send_parts: int = 1
     fail_join: str | None = None
     fail_send: str | None = None
+    break_send: str | None = None
     fail_after_parts: int = 0
     wrong_sum_of: str | None = None
 
@@ -109,6 +110,8 @@ class FakePlane:
         for part in range(script.send_parts + 1):
             if script.fail_send is not None and part == script.fail_after_parts:
                 raise TransferError("send", script.fail_send)
+            if script.break_send is not None and part == script.fail_after_parts:
+                raise GroupBrokenError("send", script.break_send)
             if part < script.send_parts:
                 await self._take("send", script.send_s / script.send_parts)
                 on_progress(total * (part + 1) // script.send_parts, total)
@@ -136,7 +139,7 @@ class FakePlane:
         self._left = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(seconds):
-                raise TransferError(operation, f"left the group: {await self._left}")
+                raise GroupBrokenError(operation, f"left the group: {await self._left}")
         except TimeoutError:
             return
         finally:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
 
-from rlbus.errors import TransferError
+from rlbus.errors import GroupBrokenError, TransferError
 from rlbus.schemas import GroupPlan
 from rlbus.transfer.meeting import Address, Meeting, local_host
 
@@ -127,11 +127,11 @@ class GlooGroup:
             # After busy_since is set: a close that comes now aborts, one that came before is seen here.
             group = self._group
             if self._aborted is not None or group is None:
-                raise TransferError(name, f"the group was left: {self._aborted}")
+                raise GroupBrokenError(name, f"the group was left: {self._aborted}")
             yield group
         except RuntimeError as exc:
             why = _short(exc) if self._aborted is None else f"the group was left: {self._aborted}"
-            raise TransferError(name, why) from exc
+            raise GroupBrokenError(name, why) from exc
         finally:
             self._busy_since = None
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from rlbus.errors import ConfigError, TransferError
+from rlbus.errors import ConfigError, GroupBrokenError, TransferError
 from rlbus.schemas import GroupPlan
 from rlbus.transfer.meeting import Meeting, local_host
 
@@ -142,9 +142,9 @@ class NcclGroup:
         try:
             group = self._group
             if self._aborted is not None or group is None:
-                raise TransferError(name, f"the group was left: {self._aborted}")
+                raise GroupBrokenError(name, f"the group was left: {self._aborted}")
             yield group
         except RuntimeError as exc:
-            raise TransferError(name, str(exc).partition("\n")[0]) from exc
+            raise GroupBrokenError(name, str(exc).partition("\n")[0]) from exc
         finally:
             self._busy_since = None

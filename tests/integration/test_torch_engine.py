@@ -119,7 +119,7 @@ def is_running(pid: int) -> bool:
     """And not a zombie."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ended between open and read
         return False
 
 

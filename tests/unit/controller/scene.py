@@ -119,12 +119,15 @@ class Scene:
         self.fleet.broker.heal(transport)
 
 
-def worker(number: int, steps: Steps | None = None, **engine: Any) -> Worker:
+def worker(number: int, steps: Steps | None = None, *, boot: str = "boot", **engine: Any) -> Worker:
     """The worker "backend/<number>", whose engine does what is scripted."""
 
     def start(broker: MemoryBroker) -> AbstractAsyncContextManager[Rig]:
         return worker_on_bus(
-            FakeEngine(FakeScript(steps or {}), feed=_feed, **engine), broker=broker, instance_id=str(number)
+            FakeEngine(FakeScript(steps or {}), feed=_feed, **engine),
+            broker=broker,
+            instance_id=str(number),
+            boot=boot,
         )
 
     return start

@@ -103,7 +103,7 @@ def test_a_group_that_one_worker_cannot_join_fails_at_once_and_names_it() -> Non
 
     async def scenario(scene: Scene) -> None:
         began_s = asyncio.get_running_loop().time()
-        report = await scene.update(7)
+        report = await scene.update(7, on_failure="stop")
         assert asyncio.get_running_loop().time() - began_s < 5.0
         assert report.fault is not None
         assert (report.fault.code, report.fault.detail["worker"]) == (FaultCode.GROUP_FAILED, "backend/2")

@@ -77,7 +77,7 @@ def test_the_request_travels_into_the_commands() -> None:
     play = Play(plan_of(W1, pause_mode=PauseMode.ABORT, bucket_bytes=77, allow_rollback=True))
     play.to(Stage.DONE)
     pause, receive = play.asks(Stage.PAUSE)[0].body, play.asks(Stage.RECEIVE)[0].body
-    assert pause == PauseGeneration(mode=PauseMode.ABORT, clear_cache=False, lease_s=30.0)
+    assert pause == PauseGeneration(mode=PauseMode.ABORT, clear_cache=False, owner="u-pause", lease_s=30.0)
     assert isinstance(receive, ReceiveWeights)
     assert (receive.update_op_id, receive.epoch, receive.version, receive.bucket_bytes) == ("u", 1, V7, 77)
 

@@ -278,10 +278,10 @@ def test_nothing_is_expected_of_a_trainer_whose_update_is_being_undone() -> None
 
 
 def test_a_worker_that_restarts_in_the_middle_is_lost_to_the_update() -> None:
-    """SCENARIOS 7: its goodbye ends the update at once, the other one generates again."""
+    """SCENARIOS 7: with on_failure "stop" its goodbye ends the update at once, the other one generates again."""
 
     async def scenario(scene: Scene) -> None:
-        updating = asyncio.create_task(scene.update(7))
+        updating = asyncio.create_task(scene.update(7, on_failure="stop"))
         await asyncio.sleep(1.0)
         scene.fleet.workers[1].agent.stop("scaled down")
         report = await updating

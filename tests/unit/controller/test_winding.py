@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbus.controller.answers import StepAnswer
+from rlbus.controller.attempts import MAX_ATTEMPTS
 from rlbus.controller.causes import fault
 from rlbus.controller.report import Timings, update_report
 from rlbus.controller.testing import Play, failed, plan_of, received, refused, silent, weights_are
@@ -24,7 +25,17 @@ from rlbus.controller.update_state import (
     WorkersAnswered,
 )
 from rlbus.controller.winding import MAX_FREE_TRIES
-from rlbus.schemas import FaultCode, JoinTask, Outcome, SendTask, TensorSum, WeightsState, WorkerId
+from rlbus.schemas import (
+    FaultCode,
+    JoinTask,
+    OnFailure,
+    Outcome,
+    ResumeGeneration,
+    SendTask,
+    TensorSum,
+    WeightsState,
+    WorkerId,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -36,6 +47,8 @@ def answer_for(play: Play, worker: WorkerId, kind: str) -> StepAnswer:
     stage = play.state.stage
     if kind == "failed":
         return failed()
+    if kind == "echo":
+        return failed(FaultCode.TRANSFER_FAILED)
     if kind == "refused":
         return refused(FaultCode.BUSY if stage is Stage.FREE else FaultCode.MANIFEST_UNKNOWN)
     if kind == "silent":
@@ -55,6 +68,8 @@ def one_event(play: Play, kind: str, worker: WorkerId) -> None:
         play.feed(WorkerGone(worker, fault(FaultCode.WORKER_LOST, "gone")))
     elif kind == "sender failed":
         play.feed(SenderFailed(epoch, fault(FaultCode.SENDER_FAILED, "sender")))
+    elif kind == "group broke":
+        play.feed(SenderFailed(epoch, fault(FaultCode.TRANSFER_FAILED, "connection closed by peer")))
     elif kind == "sender":
         play.trainer()
     elif kind == "accept" and state.step is not None and worker in state.pending:
@@ -63,19 +78,27 @@ def one_event(play: Play, kind: str, worker: WorkerId) -> None:
         play.feed(WorkersAnswered(state.step, {worker: answer_for(play, worker, kind)}))
 
 
-KINDS = ("ok", "ok", "ok", "accept", "accept", "sender", "failed", "refused", "silent", "odd", "gone", "stop")
-EVENTS = st.lists(st.tuples(st.sampled_from((*KINDS, "sender failed")), st.sampled_from(WORKERS)), max_size=80)
+KINDS = ("ok", "ok", "ok", "accept", "accept", "sender", "failed", "refused", "silent", "odd", "gone", "stop", "echo")
+EVENTS = st.lists(
+    st.tuples(st.sampled_from((*KINDS, "sender failed", "group broke")), st.sampled_from(WORKERS)), max_size=120
+)
 
 
 @settings(max_examples=400, deadline=None)
-@given(events=EVENTS, require=st.sampled_from([None, 1, 2]), held=st.sampled_from([(), (WORKERS[0],)]))
+@given(
+    events=EVENTS,
+    require=st.sampled_from([None, 1, 2]),
+    held=st.sampled_from([(), (WORKERS[0],)]),
+    on_failure=st.sampled_from(OnFailure),
+)
 def test_every_update_ends_with_one_outcome_per_worker(
-    events: list[tuple[str, WorkerId]], require: int | None, held: tuple[WorkerId, ...]
+    events: list[tuple[str, WorkerId]], require: int | None, held: tuple[WorkerId, ...], on_failure: OnFailure
 ) -> None:
     """And: no pause before the sender is ready, no send before all receivers stand, nobody torn is let go, nobody
-    untouched is kept although nothing new is served, nobody else's hold is ended, nobody is asked who is gone.
+    untouched is kept although nothing new is served, nobody else's hold is ended, nobody is asked who is gone; attempts
+    are bounded, each at a higher epoch, and no step comes twice.
     """
-    play = Play(plan_of(*WORKERS, require=require, held=held))
+    play = Play(plan_of(*WORKERS, require=require, held=held, on_failure=on_failure))
     for kind, worker in events:
         gone = {w for w, seat in play.state.seats.items() if seat.is_gone}
         num_before = len(play.actions)
@@ -85,7 +108,7 @@ def test_every_update_ends_with_one_outcome_per_worker(
             if isinstance(action, Ask):
                 assert not gone & set(action.workers)
                 assert action.workers
-                if action.step == Stage.PAUSE.value:
+                if action.step.endswith(Stage.PAUSE.value):
                     assert not is_joining or kind == "sender"
     finish(play)
     check_end(play, held)
@@ -106,19 +129,26 @@ def check_end(play: Play, held: tuple[WorkerId, ...]) -> None:
     state = play.state
     report = update_report(state, Timings())
     assert [o.worker for o in report.outcomes] == list(WORKERS)
+    assert 1 <= report.num_attempts <= MAX_ATTEMPTS
+    assert len(report.epochs) <= report.num_attempts
+    assert sorted(set(report.epochs)) == list(report.epochs)
+    steps = [a.step for a in play.actions if isinstance(a, Ask)]
+    assert len(set(steps)) == len(steps)
     has_new = any(seat.damage is Damage.COMMITTED for seat in state.seats.values())
     for worker, seat in state.seats.items():
         outcome = next(o for o in report.outcomes if o.worker == worker)
         assert (outcome.fault is None) == (outcome.outcome in (Outcome.OK, Outcome.UNDONE, Outcome.SKIPPED))
         if worker in held:
             assert seat.hold is Hold.NONE
+        if seat.was_torn:
+            assert seat.damage is not Damage.NONE
         if seat.hold is Hold.RELEASED:
             assert seat.damage in (Damage.NONE, Damage.COMMITTED)
         if seat.damage is Damage.NONE and not has_new and not seat.is_gone:
             assert seat.hold in (Hold.NONE, Hold.RELEASED, Hold.STUCK)
         if outcome.outcome is Outcome.OK:
             assert seat.damage is Damage.COMMITTED
-    freed = [w for a in play.actions if isinstance(a, Ask) and a.step.startswith(("free", "resume")) for w in a.workers]
+    freed = [w for a in play.actions if isinstance(a, Ask) and isinstance(a.body, ResumeGeneration) for w in a.workers]
     assert not set(freed) & set(held)
 
 

@@ -151,7 +151,7 @@ def test_a_worker_that_fails_in_the_transfer_is_dirty_and_healed_by_the_next_upd
 
     async def scenario(fleet: Fleet) -> None:
         with pytest.raises(PartialError) as caught:
-            await fleet.trainer.update_weights(TRUE, version=1)
+            await fleet.trainer.update_weights(TRUE, version=1, on_failure="stop")
         outcomes = {o.worker: o.outcome for o in caught.value.report.outcomes}
         assert outcomes[WorkerId("backend/2")] is Outcome.FAILED
         view = {m.worker: m for m in (await fleet.session.fleet.status()).members}
