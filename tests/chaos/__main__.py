@@ -2,7 +2,7 @@
 
 python -m tests.chaos                              # as `make chaos`: all of them, torch first, then vLLM
 python -m tests.chaos --engine torch
-python -m tests.chaos --only worker-kill-mid-broadcast
+python -m tests.chaos --only 'worker-kill-*' --keep DIR
 python -m tests.chaos --list
 """
 
@@ -10,9 +10,12 @@ import argparse
 import asyncio
 import json
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
 
 from rlbus.errors import RLBusError
 from tests.chaos.cases import CASES, Case
@@ -29,27 +32,29 @@ CASE_LIMIT_S = 240.0
 def main() -> int:
     """0: every case held."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--only", action="append", metavar="NAME", help="this case; may be repeated")
+    parser.add_argument("--only", action="append", metavar="NAME", help="these, with * and ?; may be repeated")
     parser.add_argument("--engine", choices=sorted(KITS), help="only cases on this engine")
     parser.add_argument("--list", action="store_true", help="name the cases, and do nothing")
-    parser.add_argument("-v", action="store_true", help="show what rlbus logs")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="of cases that break, keep trace and logs there")
     args = parser.parse_args()
-    cases = [c for c in CASES if args.engine in (None, c.engine) and (not args.only or c.name in args.only)]
-    if unknown := set(args.only or ()) - {case.name for case in CASES}:
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    wanted = args.only or ["*"]
+    cases = [c for c in CASES if args.engine in (None, c.engine) and any(fnmatch(c.name, name) for name in wanted)]
+    if unknown := [name for name in wanted if not any(fnmatch(case.name, name) for case in CASES)]:
+        parser.error(f"no such case: {', '.join(unknown)}")
     if args.list:
         print("\n".join(case.name for case in cases))
         return 0
-    logging.getLogger("rlbus").setLevel(logging.INFO if args.v else logging.CRITICAL)
+    # The clients of the harness lose their controller and server on purpose.
+    logging.getLogger("rlbus").setLevel(logging.CRITICAL)
     began_s = time.monotonic()
     print(header(), flush=True)
-    rows = asyncio.run(run_cases(cases))
+    rows = asyncio.run(run_cases(cases, args.keep))
     print(json.dumps(totals(rows, time.monotonic() - began_s)))
     return 1 if any(row.broken for row in rows) else 0
 
 
-async def run_cases(cases: Sequence[Case]) -> list[Row]:
-    """All of them, on one stage for each engine; prints a line for each as it ends."""
+async def run_cases(cases: Sequence[Case], keep: Path | None = None) -> list[Row]:
+    """All of them, on one stage for each engine; prints a line for each as it ends. `keep`: see `--keep`."""
     rows = []
     for engine, make in KITS.items():
         of_engine = [case for case in cases if case.engine == engine]
@@ -60,7 +65,17 @@ async def run_cases(cases: Sequence[Case]) -> list[Row]:
                 row = await run_row(stage, case)
                 print(line(row), flush=True)
                 rows.append(row)
+                if row.broken and keep is not None:
+                    _keep(stage, keep / case.name)
     return rows
+
+
+def _keep(stage: Stage, folder: Path) -> None:
+    """The trace of the case, and the logs of all cases so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trace.txt").write_text(stage.trace)
+    for log in stage.folder.glob("*.log"):
+        shutil.copy(log, folder)
 
 
 async def run_row(stage: Stage, case: Case) -> Row:

@@ -76,6 +76,7 @@ async def run_case(stage: Stage, case: Case) -> Observation:
         try:
             return await _run(run)
         finally:
+            stage.trace = watch.trace()
             stage.on_news = lambda news: None
             strike(pid, signal.SIGCONT)
 

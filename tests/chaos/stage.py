@@ -65,6 +65,8 @@ class Stage:
         # What the trainers' own models generate, by version.
         self.tokens: dict[int, tuple[int, ...]] = {}
         self.on_news: Callable[[News], None] = lambda news: None
+        # What happened in the last case, for whoever looks into it.
+        self.trace = ""
         # How long workers took from the start of their process to the bus, the last time that all were started.
         self.worker_start_s = 0.0
         self.trainer_start_s = 0.0

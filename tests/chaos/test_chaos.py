@@ -1,6 +1,6 @@
 """`make chaos` in small: the quick cases hold on a fleet of real processes, and the command lists and refuses cases.
 
-A case that breaks is looked at with `python -m tests.chaos --only NAME -v`.
+A case that breaks is looked at with `python -m tests.chaos --only NAME --keep DIR`.
 """
 
 import asyncio

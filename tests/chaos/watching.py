@@ -85,6 +85,13 @@ def repeated(events: Sequence[Event]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _look_of(member: MemberView) -> str:
+    status = member.status
+    text = f"{member.worker} {member.liveness.value} {status.generation.value} {status.weights.state.value}"
+    text += f" {status.weights.version} {'admitted' if member.admitted else member.reason}"
+    return text if status.pause is None else f"{text} held by {status.pause.owner}"
+
+
 class Watch:
     """Use as `async with`. `phase` is the one that the running update entered last."""
 
@@ -103,6 +110,7 @@ class Watch:
         self._blow: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
         self._op_ids: set[str] = set()
+        self._came_s: list[float] = []
 
     async def __aenter__(self) -> "Watch":
         # The pattern matches the controller's events as well.
@@ -164,8 +172,22 @@ class Watch:
             at_s = sample.at_s
         return None if at_s is None else at_s - since_s
 
+    def trace(self) -> str:
+        """Every event, and the fleet whenever it looks another way; times in seconds from the blow."""
+        zero_s = 0.0 if self.struck_s is None else self.struck_s
+        lines = [(at_s, str(event)) for at_s, event in zip(self._came_s, self.events, strict=True)]
+        before = ""
+        for sample in self.samples:
+            text = f"term {sample.view.term}, fleet {sample.view.version}: "
+            text += "; ".join(_look_of(member) for member in sample.view.members)
+            if text != before:
+                lines.append((sample.at_s, text))
+            before = text
+        return "\n".join(f"{at_s - zero_s:+9.3f}  {text}" for at_s, text in sorted(lines))
+
     def _on_event(self, event: Event, _message: object) -> None:
         self.events.append(event)
+        self._came_s.append(time.monotonic())
         if isinstance(event, OpStarted) and event.op == UPDATE:
             self._op_ids.add(event.op_id)
         if isinstance(event, OpAdvanced) and event.op_id in self._op_ids:
