@@ -265,12 +265,17 @@ class SenderHalf:
                 self._start(self._signal(action))
 
     async def _join(self, plan: GroupPlan) -> None:
-        await self._try(plan.epoch, FaultCode.GROUP_FAILED, self._plane.join(plan))
+        self._num_bytes = 0  # of the attempt before
+        await self._saying_alive(plan.epoch, self._try(plan.epoch, FaultCode.GROUP_FAILED, self._plane.join(plan)))
 
     async def _send(self, epoch: int) -> None:
+        sending = self._try(epoch, FaultCode.SENDER_FAILED, self._send_all(), FaultCode.TRANSFER_FAILED)
+        await self._saying_alive(epoch, sending)
+
+    async def _saying_alive(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
         alive = self._start(self._say_alive(epoch))
         try:
-            await self._try(epoch, FaultCode.SENDER_FAILED, self._send_all(), FaultCode.TRANSFER_FAILED)
+            await work
         finally:
             alive.cancel()
 

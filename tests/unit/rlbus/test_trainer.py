@@ -156,6 +156,24 @@ def test_a_long_send_says_that_it_lives_every_second() -> None:
     play(scenario, plane=ScriptedPlane(send_s=10.0))
 
 
+def test_a_long_join_says_that_it_lives_every_second() -> None:
+    """A trainer that waits for others to join isn't taken for one that died."""
+    at: list[float] = []
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        def on_signal(signal: SenderSignal, _message: Message) -> None:
+            if signal.step is SenderStep.ALIVE:
+                assert signal.num_bytes == 0
+                at.append(asyncio.get_running_loop().time())
+
+        controller.bus.subscribe(subjects.control(NAMESPACE, "sender"), SenderSignal, on_signal)
+        await trainer.update_weights(Source(), version=1)
+        assert len(at) >= 10
+        assert max(b - a for a, b in itertools.pairwise(at)) <= 1.0
+
+    play(scenario, plane=ScriptedPlane(join_s=10.0))
+
+
 def test_a_leave_task_releases_a_send_that_is_stuck() -> None:
     """The controller gives the group up while we send: the plane leaves at once, and the report says what failed."""
     fault = Fault(code=FaultCode.TRANSFER_FAILED, message="worker backend/1 is gone")
