@@ -31,7 +31,6 @@ from rlbus.schemas import (
     FaultCode,
     GetVersion,
     LeaveTask,
-    OnFailure,
     Outcome,
     ResumeGeneration,
     WorkerId,
@@ -67,6 +66,7 @@ def wind_down(state: UpdateState) -> Decision:
 
 
 def _abort(state: UpdateState) -> Decision:
+    state = _give_up_silent(state)
     opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
     if not opened:
         return _regroup(state)
@@ -75,13 +75,21 @@ def _abort(state: UpdateState) -> Decision:
     return _ask(state, Stage.ABORT, body, opened, ack_s=probe_s(state))
 
 
+def _give_up_silent(state: UpdateState) -> UpdateState:
+    """Others wait for the next attempt: who was silent just now isn't asked again, and counts as torn.
+
+    It needn't be told: its group breaks, and the lease of its pause ends.
+    """
+    if probe_s(state) is None or not state.may_have_sent:
+        return state
+    silent = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED) and is_lost(seat))
+    return change(state, silent, damage=Damage.TORN)
+
+
 def _after_abort(state: UpdateState) -> Decision:
     if state.pending:
         return state, ()
-    if state.plan.request.on_failure is OnFailure.RETRY and state.may_have_sent:
-        # Others wait for the next attempt: who was silent just now isn't asked again, and counts as torn.
-        silent = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED) and is_lost(seat))
-        state = change(state, silent, damage=Damage.TORN)
+    state = _give_up_silent(state)
     opened = _who(state, lambda seat: seat.damage in (Damage.OPEN, Damage.RECEIVED))
     if opened and state.may_have_sent:
         return _ask(state, Stage.SETTLE, GetVersion(), opened, ack_s=probe_s(state))
@@ -124,7 +132,11 @@ def to_keep(state: UpdateState) -> tuple[WorkerId, ...]:
     """Who stays paused after the update although it is untouched: the end of a lease must not set it free."""
     if state.plan.request.require is not None or not _has_new(state):
         return ()
-    return _who(state, lambda seat: seat.hold in (Hold.ASKED, Hold.PAUSED) and seat.damage is Damage.NONE)
+
+    def is_to_stay(seat: Seat) -> bool:
+        return seat.hold in (Hold.ASKED, Hold.PAUSED) and seat.damage is Damage.NONE and not is_lost(seat)
+
+    return _who(state, is_to_stay)
 
 
 def _has_new(state: UpdateState) -> bool:
