@@ -10,7 +10,7 @@ TORCH_HIDDEN, TORCH_LAYERS = 320, 8
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """One engine. `options` of each worker, by instance id; `struck_worker` and `struck_engine` say whom blows hit.
+    """One engine. `options` of each worker, by instance id; `struck_workers` and `struck_engine` say whom blows hit.
 
     `engine_words`: one of them is in the command line of the engine's own process. `ready_s`: what a start may take.
     `make_model` writes it into a folder.
@@ -19,7 +19,7 @@ class Kit:
     name: str
     policy: str
     options: Mapping[str, tuple[str, ...]]
-    struck_worker: str
+    struck_workers: tuple[str, ...]
     struck_engine: str
     engine_words: tuple[str, ...]
     ready_s: float
@@ -44,7 +44,7 @@ def torch_kit() -> Kit:
         name="torch",
         policy="torch",
         options={"1": (), "2": (), "3": ("--ranks", "2")},
-        struck_worker="backend/2",
+        struck_workers=("backend/2", "backend/1"),
         struck_engine="backend/3",
         engine_words=("torch_lm.rank_process",),
         ready_s=60.0,
@@ -67,7 +67,7 @@ def vllm_kit() -> Kit:
         name="vllm",
         policy="transformers",
         options={"1": options, "2": options},
-        struck_worker="backend/2",
+        struck_workers=("backend/2", "backend/1"),
         struck_engine="backend/2",
         engine_words=("EngineCore",),
         ready_s=180.0,

@@ -92,7 +92,7 @@ async def _victim(stage: Stage, case: Case) -> tuple[str | None, int]:
     pid: int | None
     match case.target:
         case Target.WORKER:
-            victim = stage.kit.struck_worker
+            victim = stage.next_worker()
             pid = stage.pid_of(members[victim])
         case Target.ENGINE:
             victim = stage.kit.struck_engine

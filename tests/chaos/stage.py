@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -72,6 +73,7 @@ class Stage:
         self.trainer_start_s = 0.0
         self._stack = contextlib.AsyncExitStack()
         self._workers: dict[str, Child] = {}
+        self._num_blows: Counter[str] = Counter()
         self._controllers: list[Child] = []
         self._trainers: list[TrainerProcess] = []
 
@@ -157,6 +159,12 @@ class Stage:
         return child is not None and is_running(child.pid)
 
     # -- whom to strike -----------------------------------------------------------------------------------------------
+
+    def next_worker(self) -> str:
+        """Whom to strike: the one that was struck least, since restarts of the same one back off more and more."""
+        worker = min(self.kit.struck_workers, key=lambda worker: self._num_blows[worker])
+        self._num_blows[worker] += 1
+        return worker
 
     async def leader(self) -> int:
         """Process id of the controller that leads, by its lease. Raises: BrokenError: nobody does."""
