@@ -8,12 +8,16 @@ from tests.chaos.cases import FAILOVER_S, Case, Target
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of `update_weights`, as its trainer told it. `status` of the report; None: it raised `error` instead."""
+    """One call of `update_weights`, as its trainer told it. `status` of the report; None: it raised `error` instead.
+
+    `outcomes`: of each worker outcome, phase and fault.
+    """
 
     version: str
     status: str | None
     took_s: float
     error: str = ""
+    outcomes: tuple[tuple[str, tuple[str, str, str]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

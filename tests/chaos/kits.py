@@ -44,7 +44,7 @@ def torch_kit() -> Kit:
         name="torch",
         policy="torch",
         options={"1": (), "2": (), "3": ("--ranks", "2")},
-        struck_workers=("backend/2", "backend/1"),
+        struck_workers=("backend/2", "backend/1", "backend/3"),
         struck_engine="backend/3",
         engine_words=("torch_lm.rank_process",),
         ready_s=60.0,

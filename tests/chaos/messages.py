@@ -37,13 +37,13 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="he
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ended"):
-    """The call returned a report (`status`, and of each worker outcome and phase), or raised `error`."""
+    """The call returned a report (`status`, and of each worker outcome, phase and fault), or raised `error`."""
 
     version: int
     took_s: float
     op_id: str | None = None
     status: str | None = None
-    outcomes: dict[str, tuple[str, str]] = {}
+    outcomes: dict[str, tuple[str, str, str]] = {}
     error: str = ""
 
 

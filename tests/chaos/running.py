@@ -76,7 +76,7 @@ async def run_case(stage: Stage, case: Case) -> Observation:
         try:
             return await _run(run)
         finally:
-            stage.trace = watch.trace()
+            stage.trace = "\n".join((watch.trace(), *(str(call) for call in run.calls)))
             stage.on_news = lambda news: None
             strike(pid, signal.SIGCONT)
 
@@ -227,8 +227,8 @@ async def _hear(run: Run, version: int) -> None:
     """Wait for the end of the call, and note it."""
     end = await run.stage.trainer.ended(version, UPDATE_S)
     if end is not None:
-        run.calls.append(Call(str(version), end.status, end.took_s, end.error))
-        outcome, phase = end.outcomes.get(run.victim or "", ("ok", ""))
+        run.calls.append(Call(str(version), end.status, end.took_s, end.error, tuple(sorted(end.outcomes.items()))))
+        outcome, phase, _ = end.outcomes.get(run.victim or "", ("ok", "", ""))
         run.blamed_in = run.blamed_in or ("" if outcome == "ok" else phase)
 
 

@@ -17,7 +17,7 @@ import torch
 import rlbus
 from rlbus.demo.policy import NEAR_TIE, LanguageModel, TorchModel, TransformersModel, greedy
 from rlbus.errors import PartialError, RLBusError
-from rlbus.schemas import TensorSpec
+from rlbus.schemas import Fault, TensorSpec
 from rlbus.transfer.source import weight_source
 from tests.chaos.messages import PROBE_PROMPT, PROBE_TOKENS, Ended, Held, LetGo, News, Order, Tokens, Up, Update
 
@@ -121,10 +121,14 @@ class Caller:
                 took_s=time.monotonic() - began_s,
                 op_id=report.op_id,
                 status=report.status.value,
-                outcomes={o.worker: (o.outcome.value, o.phase) for o in report.outcomes},
-                error="" if report.fault is None else report.fault.message,
+                outcomes={o.worker: (o.outcome.value, o.phase, _text_of(o.fault)) for o in report.outcomes},
+                error=_text_of(report.fault),
             )
         )
+
+
+def _text_of(fault: Fault | None) -> str:
+    return "" if fault is None else f"{fault.code.value}: {fault.message}"
 
 
 async def serve(args: argparse.Namespace) -> None:
