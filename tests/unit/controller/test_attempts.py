@@ -194,6 +194,19 @@ def test_a_trainer_that_fails_itself_ends_the_update() -> None:
     assert (report.status, report.num_attempts) == (OpStatus.FAILED, 1)
 
 
+def test_the_death_of_a_worker_that_an_attempt_left_behind_costs_no_other_attempt() -> None:
+    """Its engine broke first, and its process ends a moment later: the others are sending already, without it."""
+    play = play_of()
+    lose_in_transfer(play, W2)
+    play.to(Stage.JOIN)
+    play.to(Stage.RECEIVE)
+    play.accept()
+    play.feed(WorkerGone(W2, DIED))
+    report = play.report()
+    assert (report.status, report.num_attempts) == (OpStatus.PARTIAL, 2)
+    assert {w: outcomes_of(report)[w][0] for w in (W1, W3)} == {W1: "ok", W3: "ok"}
+
+
 def test_a_trainer_that_dies_before_the_second_group_stands_leaves_nobody_paused() -> None:
     """The others still join, and would refuse to resume for as long as that may take: they leave it first."""
     play = play_of()
