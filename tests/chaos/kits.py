@@ -6,6 +6,8 @@ from pathlib import Path
 
 # About 30 MB in float32 for torch: a transfer of a good part of a second to three workers on 2 cores.
 TORCH_HIDDEN, TORCH_LAYERS = 320, 8
+# About 6 MB: some buckets, so that half of it is something.
+VLLM_HIDDEN, VLLM_LAYERS = 256, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def vllm_kit() -> Kit:
     def make(folder: Path) -> None:
         from rlbus.workers.torch_lm.make import make_tiny_model
 
-        make_tiny_model(folder, vocab_size=512)
+        make_tiny_model(folder, vocab_size=512, hidden=VLLM_HIDDEN, layers=VLLM_LAYERS)
 
     options = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", "67108864")
     return Kit(
