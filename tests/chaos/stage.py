@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,13 +22,13 @@ from rlbus.codec import decode
 from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus, open_kv
 from rlbus.controller.leader import LEASE_KEY
-from rlbus.demo.rollouts import Endpoint, Rollouts
-from rlbus.errors import BrokenError, DeadlineError, RLBusError
+from rlbus.errors import BrokenError, DeadlineError
 from rlbus.schemas import FleetView, Lease, MemberView
 from rlbus.server import EmbeddedServer
 from tests.chaos.cases import SILENCE_S
 from tests.chaos.kits import Kit
-from tests.chaos.messages import PROBE_PROMPT, PROBE_TOKENS, Ended, News, Tokens, Up, Update
+from tests.chaos.messages import Ended, News, Tokens, Up, Update
+from tests.chaos.probing import wrong_outputs
 from tests.chaos.processes import TrainerProcess, descendants, engine_pid, is_running, serving_pid, start, strike
 
 NAMESPACE = "chaos"
@@ -40,21 +40,6 @@ START_S = 30.0
 # How many undisturbed updates may be needed before everybody is in step.
 HEAL_TRIES = 3
 LOOK_S = 0.1
-
-
-def _wrong(endpoints: Mapping[Endpoint, tuple[int, ...]]) -> tuple[str, ...]:
-    """Those that don't answer with the tokens expected of them. Blocks."""
-    wrong = []
-    with Rollouts(list(endpoints)) as rollouts:
-        for endpoint, expected in endpoints.items():
-            try:
-                tokens = rollouts.greedy(endpoint, PROBE_PROMPT, PROBE_TOKENS).tokens
-            except RLBusError as exc:
-                wrong.append(f"{endpoint.worker} ({exc})")
-            else:
-                if not expected or tokens[: len(expected)] != expected:
-                    wrong.append(endpoint.worker)
-    return tuple(wrong)
 
 
 class Stage:
@@ -231,12 +216,12 @@ class Stage:
 
     async def wrong_outputs(self) -> tuple[str, ...]:
         """Admitted workers whose greedy tokens aren't those of the trainer's own model at the version they claim."""
-        endpoints = {}
-        for m in (await self.view()).members:
-            version, url = m.status.weights.version, m.descriptor.completions_url
-            if m.admitted and url is not None and version is not None:
-                endpoints[Endpoint(m.worker, url, m.descriptor.model)] = self.tokens.get(version.step, ())
-        return await asyncio.to_thread(_wrong, endpoints) if endpoints else ()
+        expected = []
+        for member in (await self.view()).members:
+            version = member.status.weights.version
+            if member.admitted and member.descriptor.completions_url is not None and version is not None:
+                expected.append((member, self.tokens.get(version.step, ())))
+        return await wrong_outputs(expected)
 
     async def lost_ops(self, op_ids: tuple[str, ...], limit_s: float) -> tuple[str, ...]:
         """Which of these ops the journal doesn't show as ended, after waiting for it that long."""
