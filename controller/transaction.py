@@ -112,6 +112,8 @@ def _on_gone(state: UpdateState, event: WorkerGone) -> Decision:
     if not is_done:
         state = blame(state, event.worker, Outcome.FAILED, event.fault)
     state = replace(state, pending=state.pending - {event.worker})
+    if seat.is_out:  # an attempt before lost it already; the group of this one is without it
+        return _advance(state)
     if seat.is_joined:
         state = replace(state, is_group_suspect=True)
     if state.stage is Stage.RECEIVE and state.sender is Sender.SENDING:

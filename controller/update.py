@@ -67,6 +67,9 @@ _log = logging.getLogger("rlbus.controller")
 MAX_QUEUED_EVENTS = 65_536
 # A task that the trainer shows no sign of having heard is told again after this long, in seconds.
 REPEAT_TASK_S = 2.0
+# How long a trainer that joins may be silent, in seconds: it says every second that it lives (rlbus._sending), also as
+# it waits for others. In another attempt engines stand still for it.
+JOINING_SILENCE_S = 5.0
 # Before a step that has to be done is tried again while we are disconnected, in seconds.
 RECONNECT_PAUSE_S = 0.5
 
@@ -303,7 +306,7 @@ class UpdateRun:
             return None
         since_s = self._told_s if self._sender_heard_s is None else self._sender_heard_s
         if self.state.sender is Sender.JOINING:
-            return since_s + self.state.plan.group_timeout_s
+            return min(since_s + JOINING_SILENCE_S, self._told_s + self.state.plan.group_timeout_s)
         return since_s + self.state.plan.request.stall_s if self.state.sender is Sender.SENDING else None
 
     # -- time ---------------------------------------------------------------------------------------------------------

@@ -229,6 +229,8 @@ class UpdateState:
     num_tries: int = 0
     group: Group | None = None
     is_group_suspect: bool = False
+    # Whether its members were told to leave it, at the end of the update.
+    has_left: bool = False
     sender: Sender = Sender.IDLE
     # Whether the trainer was told to send: from then on a byte may have reached every receiver.
     may_have_sent: bool = False

@@ -14,6 +14,7 @@ from rlbus.controller.causes import fault
 from rlbus.controller.seats import blame, change
 from rlbus.controller.update_state import (
     FORWARD,
+    PHASE_OF,
     Action,
     Ask,
     Damage,
@@ -112,8 +113,13 @@ def _regroup(state: UpdateState) -> Decision:
 
 
 def wind_up(state: UpdateState) -> Decision:
-    """End the update, after what was open is closed and nothing is tried again."""
-    return _free(recall_torn(state))
+    """End the update, after what was open is closed and nothing is tried again.
+
+    A join that still runs would refuse every resume until its time is up: then the group is left first.
+    """
+    state = recall_torn(state)
+    is_joining = state.failed_in == PHASE_OF[Stage.JOIN]
+    return _leave(state) if is_joining and _to_free(state) else _free(state)
 
 
 def _free(state: UpdateState) -> Decision:
@@ -173,7 +179,7 @@ def _after_free(state: UpdateState) -> Decision:
 
 def _leave(state: UpdateState) -> Decision:
     members: tuple[WorkerId, ...] = ()
-    if state.group is not None and state.is_group_suspect:
+    if state.group is not None and state.is_group_suspect and not state.has_left:
         members = tuple(w for w in state.group.workers if not state.seats[w].is_gone)
     if state.group is None or not members:
         return replace(state, stage=Stage.DONE, step=None, pending=frozenset()), ()
@@ -181,7 +187,7 @@ def _leave(state: UpdateState) -> Decision:
 
 
 def _after_leave(state: UpdateState) -> Decision:
-    return (state, ()) if state.pending else (replace(state, stage=Stage.DONE, step=None), ())
+    return (state, ()) if state.pending else _free(replace(state, has_left=True))
 
 
 def _ask(

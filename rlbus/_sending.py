@@ -204,6 +204,8 @@ class SenderHalf:
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: asyncio.Task[None] | None = None
         self._is_leaving = False
+        # The group that we were told to join last.
+        self._asked_epoch: int | None = None
 
     async def __aenter__(self) -> "SenderHalf":
         self._start(self._obey())
@@ -225,6 +227,8 @@ class SenderHalf:
 
     def on_reply(self, reply: ControlReply) -> None:
         """Take a task of the controller; other replies are not for us. Never blocks."""
+        if isinstance(reply, JoinTask):
+            self._asked_epoch = reply.plan.epoch
         if isinstance(reply, JoinTask | SendTask | LeaveTask):
             self._post(reply)
 
@@ -265,14 +269,27 @@ class SenderHalf:
                 self._start(self._signal(action))
 
     async def _join(self, plan: GroupPlan) -> None:
-        await self._try(plan.epoch, FaultCode.GROUP_FAILED, self._plane.join(plan))
+        self._num_bytes = 0  # of the attempt before
+        await self._saying_alive(plan.epoch, self._try(plan.epoch, FaultCode.GROUP_FAILED, self._plane.join(plan)))
 
     async def _send(self, epoch: int) -> None:
+        sending = self._try(epoch, FaultCode.SENDER_FAILED, self._send_all(), FaultCode.TRANSFER_FAILED)
+        await self._saying_alive(epoch, sending)
+
+    async def _saying_alive(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
         alive = self._start(self._say_alive(epoch))
         try:
-            await self._try(epoch, FaultCode.SENDER_FAILED, self._send_all(), FaultCode.TRANSFER_FAILED)
+            await work
         finally:
             alive.cancel()
+
+    async def _say_alive_once_asked(self) -> None:
+        """While a group is left, which may take as long as STOP_LIMIT_S: we may be awaited in the next one."""
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            if self._asked_epoch not in (None, self.state.epoch):
+                with contextlib.suppress(RLBusError):  # as in `_say_alive`
+                    await self._tell(Signal(SenderStep.ALIVE, self._asked_epoch), self._bus.new_id())
 
     async def _send_all(self) -> None:
         order = self._order
@@ -310,6 +327,7 @@ class SenderHalf:
     async def _leave(self, reason: str) -> None:
         """Release whatever runs in the group, then see its task end."""
         self._is_leaving = True
+        alive = self._start(self._say_alive_once_asked())
         try:
             async with asyncio.timeout(STOP_LIMIT_S):
                 await self._plane.leave(reason)
@@ -318,6 +336,7 @@ class SenderHalf:
         if self._work is not None and not self._work.done():
             self._work.cancel()
             await asyncio.wait({self._work}, timeout=STOP_LIMIT_S)
+        alive.cancel()
         self._is_leaving = False
 
     async def _say_alive(self, epoch: int) -> None:

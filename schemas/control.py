@@ -156,7 +156,7 @@ class SenderStep(enum.StrEnum):
     JOINED = "joined"  # in the group, proven by its collective
     SENT = "sent"  # everything sent; `sums` and `num_bytes` say what
     FAILED = "failed"  # gave up; `fault` says why
-    ALIVE = "alive"  # still sending; `num_bytes` so far. At least every second.
+    ALIVE = "alive"  # still joining or sending; `num_bytes` so far. At least every second.
 
 
 class SenderSignal(Request, frozen=True, kw_only=True, tag="sender"):

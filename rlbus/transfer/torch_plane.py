@@ -73,6 +73,8 @@ class TorchPlane:
         self._work_group: list[Group] = []
         # Work that was left while it ran, with what goes on breaking its group; at most MAX_LEFT_BEHIND.
         self._left: dict[asyncio.Task[object], asyncio.Task[None]] = {}
+        # Those of them that `leave` has waited for in vain.
+        self._given_up: set[asyncio.Task[object]] = set()
         self._is_closed = False
 
     @property
@@ -175,11 +177,13 @@ class TorchPlane:
         Cancel: the group is broken, its thread may still run.
         """
         self._drop(reason)
-        left = set(self._left) - {asyncio.current_task()}
+        left = set(self._left) - self._given_up - {asyncio.current_task()}
         if left:
             _, pending = await asyncio.wait(left, timeout=RELEASE_S)
             if pending:
                 _log.error("%d threads of the data plane are left behind, stuck in a group: %s", len(pending), reason)
+            # Waited for once: a thread that hangs must not hold up every group after its own.
+            self._given_up |= pending
 
     async def aclose(self) -> None:
         """Leave, and close the rendezvous. Idempotent. Cancel: as leave."""
@@ -201,6 +205,7 @@ class TorchPlane:
         if work is not None and not work.done():
             self._left[work] = asyncio.create_task(_break_until_out(work, self._work_group, reason))
             work.add_done_callback(self._left.pop)
+            work.add_done_callback(self._given_up.discard)
         for broken in self._work_group if work is not None else ():
             broken.abort(reason)
         if group is not None:

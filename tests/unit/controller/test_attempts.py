@@ -194,6 +194,37 @@ def test_a_trainer_that_fails_itself_ends_the_update() -> None:
     assert (report.status, report.num_attempts) == (OpStatus.FAILED, 1)
 
 
+def test_the_death_of_a_worker_that_an_attempt_left_behind_costs_no_other_attempt() -> None:
+    """Its engine broke first, and its process ends a moment later: the others are sending already, without it."""
+    play = play_of()
+    lose_in_transfer(play, W2)
+    play.to(Stage.JOIN)
+    play.to(Stage.RECEIVE)
+    play.accept()
+    play.feed(WorkerGone(W2, DIED))
+    report = play.report()
+    assert (report.status, report.num_attempts) == (OpStatus.PARTIAL, 2)
+    assert {w: outcomes_of(report)[w][0] for w in (W1, W3)} == {W1: "ok", W3: "ok"}
+
+
+def test_a_trainer_that_dies_before_the_second_group_stands_leaves_nobody_paused() -> None:
+    """The others still join, and would refuse to resume for as long as that may take: they leave it first."""
+    play = play_of()
+    start_sending(play)
+    play.feed(SenderFailed(1, BROKEN))
+    play.to(Stage.SETTLE)
+    play.answer({w: weights_are(WeightsState.CLEAN) for w in (W1, W2, W3)})
+    play.to(Stage.JOIN)
+    play.accept()
+    play.feed(SenderFailed(None, fault(FaultCode.SENDER_FAILED, "silent")))
+    report = play.report()
+    steps = play.steps()
+    assert steps.index("try2-leave") < steps.index("try2-free")
+    assert report.status is OpStatus.FAILED
+    assert {outcome for outcome, _ in outcomes_of(report).values()} == {"undone"}
+    assert {seat.hold for seat in play.state.seats.values()} == {Hold.RELEASED}
+
+
 def test_a_refusal_while_preparing_stops_the_update_for_all() -> None:
     """A tensor that doesn't fit is no loss of a worker: nothing is changed anywhere."""
     play = play_of()

@@ -139,6 +139,25 @@ def test_a_trainer_that_falls_silent_while_sending_is_given_up_after_the_stall_l
     play([worker(1, {"receive_weights": {1: SLOW}}, tensors=MANY)], scenario)
 
 
+def test_a_trainer_that_dies_while_it_joins_is_given_up_by_its_silence() -> None:
+    """Not after the time that a group may take to form: in another attempt engines stand still meanwhile."""
+
+    async def scenario(scene: Scene) -> None:
+        trainer = HandTrainer(scene)
+        await trainer.begin()
+        for _ in range(4):
+            await trainer.signal(SenderStep.ALIVE)
+            await asyncio.sleep(3.0)
+        assert trainer.got(OpResult) == []
+        await asyncio.sleep(5.0)
+        report = trainer.got(OpResult)[0].report
+        assert 14.0 < report.took_s < 17.0
+        assert report.fault.message == "the trainer was silent for 5 s while joining"
+        await trainer.bus.aclose()
+
+    play([worker(1, tensors=MANY)], scenario)
+
+
 def test_a_transfer_without_progress_ends_at_the_stall_limit_and_one_with_progress_does_not() -> None:
     """SCENARIOS 15: 60 s of work under a stall limit of 5 s is fine as long as bytes come."""
 
@@ -194,7 +213,7 @@ def test_a_lost_task_is_told_again() -> None:
     async def scenario(scene: Scene) -> None:
         trainer = HandTrainer(scene)
         await trainer.begin()
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(4.0)
         assert len(trainer.got(JoinTask)) >= 2
         await trainer.signal(SenderStep.JOINED)
         await asyncio.sleep(5.0)

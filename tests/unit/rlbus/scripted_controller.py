@@ -54,17 +54,25 @@ class Source:
 
 
 class ScriptedPlane:
-    """A data plane that sends for `send_s`, fails as told, and remembers its calls."""
+    """A data plane that joins, sends and leaves for so many seconds, fails as told, and remembers its calls."""
 
     backend = "fake"
     sender_id = "me"
     num_ranks = 1
 
     def __init__(
-        self, *, send_s: float = 0.0, join_error: Exception | None = None, send_error: Exception | None = None
+        self,
+        *,
+        join_s: float = 0.0,
+        send_s: float = 0.0,
+        leave_s: float = 0.0,
+        join_error: Exception | None = None,
+        send_error: Exception | None = None,
     ):
         self.calls: list[str] = []
+        self._join_s = join_s
         self._send_s = send_s
+        self._leave_s = leave_s
         self._join_error = join_error
         self._send_error = send_error
 
@@ -75,6 +83,7 @@ class ScriptedPlane:
     async def join(self, plan: GroupPlan) -> None:
         """Join as told."""
         self.calls.append(f"join {plan.epoch}")
+        await asyncio.sleep(self._join_s)
         if self._join_error is not None:
             raise self._join_error
 
@@ -89,6 +98,7 @@ class ScriptedPlane:
     async def leave(self, reason: str) -> None:
         """Leave."""
         self.calls.append(f"leave: {reason}")
+        await asyncio.sleep(self._leave_s)
 
     async def aclose(self) -> None:
         """Close."""

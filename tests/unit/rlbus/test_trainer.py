@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlbus import subjects
@@ -156,6 +157,24 @@ def test_a_long_send_says_that_it_lives_every_second() -> None:
     play(scenario, plane=ScriptedPlane(send_s=10.0))
 
 
+def test_a_long_join_says_that_it_lives_every_second() -> None:
+    """A trainer that waits for others to join isn't taken for one that died."""
+    at: list[float] = []
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        def on_signal(signal: SenderSignal, _message: Message) -> None:
+            if signal.step is SenderStep.ALIVE:
+                assert signal.num_bytes == 0
+                at.append(asyncio.get_running_loop().time())
+
+        controller.bus.subscribe(subjects.control(NAMESPACE, "sender"), SenderSignal, on_signal)
+        await trainer.update_weights(Source(), version=1)
+        assert len(at) >= 10
+        assert max(b - a for a, b in itertools.pairwise(at)) <= 1.0
+
+    play(scenario, plane=ScriptedPlane(join_s=10.0))
+
+
 def test_a_leave_task_releases_a_send_that_is_stuck() -> None:
     """The controller gives the group up while we send: the plane leaves at once, and the report says what failed."""
     fault = Fault(code=FaultCode.TRANSFER_FAILED, message="worker backend/1 is gone")
@@ -178,6 +197,35 @@ def test_a_leave_task_releases_a_send_that_is_stuck() -> None:
         assert trainer.version is None
 
     assert play(scenario, breaking, ScriptedPlane(send_s=1000.0)) == ["join 1", "send", "leave: worker lost", "aclose"]
+
+
+def test_a_trainer_that_still_leaves_a_broken_group_says_that_it_lives_to_who_forms_the_next() -> None:
+    """A thread that hangs in the old one may take seconds to come back; the others wait for us in the new one."""
+    at: list[float] = []
+
+    async def again(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        tell(JoinTask(op_id=request.op_id, plan=plan_of(request)))
+        await controller.signal()
+        tell(SendTask(op_id=request.op_id, epoch=1, version=request.version))
+        await asyncio.sleep(1.0)
+        tell(LeaveTask(op_id=request.op_id, epoch=1, reason="worker lost"))
+        second = msgspec.structs.replace(plan_of(request), epoch=2, group_id="second")
+        tell(JoinTask(op_id=request.op_id, plan=second))
+        while (await controller.signal()).step is not SenderStep.JOINED:
+            pass
+        tell(report_of(request))
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        def on_signal(signal: SenderSignal, _message: Message) -> None:
+            if signal.step is SenderStep.ALIVE and signal.epoch == 2:
+                at.append(asyncio.get_running_loop().time())
+
+        controller.bus.subscribe(subjects.control(NAMESPACE, "sender"), SenderSignal, on_signal)
+        await trainer.update_weights(Source(), version=1)
+        assert len(at) >= 4
+        assert max(b - a for a, b in itertools.pairwise(at)) <= 1.0
+
+    play(scenario, again, ScriptedPlane(send_s=1000.0, leave_s=4.0))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,28 @@ def test_an_abort_that_is_lost_is_repeated_until_the_thread_is_out(monkeypatch: 
             await plane.leave("over")
         with pytest.raises(TransferError, match="aborted"):
             await sending
+        await plane.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds up the leaving of its own group, and no join or leave after that."""
+    monkeypatch.setattr(torch_plane, "RELEASE_S", 0.5)
+
+    async def scenario() -> None:
+        plane, group = TorchPlane("gloo"), HangingGroup(num_aborts=1 << 30)
+        sending = await joined(monkeypatch, plane, group)
+        began_s = time.monotonic()
+        await plane.leave("it hangs")
+        assert time.monotonic() - began_s >= 0.5
+        began_s = time.monotonic()
+        for _ in range(3):
+            await plane.leave("another group is joined")
+        assert time.monotonic() - began_s < 0.5
+        group.out.set()
+        await asyncio.wait({sending})
+        assert isinstance(sending.exception(), TransferError)
         await plane.aclose()
 
     asyncio.run(scenario())

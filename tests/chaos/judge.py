@@ -1,0 +1,93 @@
+"""What was seen of a case, and which promises it broke. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.chaos.cases import FAILOVER_S, Case, Target
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `update_weights`, as its trainer told it. `status` of the report; None: it raised `error` instead.
+
+    `outcomes`: of each worker outcome, phase and fault.
+    """
+
+    version: str
+    status: str | None
+    took_s: float
+    error: str = ""
+    outcomes: tuple[tuple[str, tuple[str, str, str]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What was seen. Times are in seconds from the blow; None: it never came within the bound of waiting for it.
+
+    `phase_hit`: the phase that was announced last before the blow, and in which the report blames the victim.
+    `serving_s`: every survivor is admitted at the newest version. `returned_s`: the victim is on the bus again (started
+    again, or woken up); `back_s`: from there on, until it is admitted at the newest version. `failover_s`: another
+    controller answers. `transfer_s`: the longest undisturbed update on this fleet. `start_s`: what a start that had to
+    be waited for took. The tuples name what must not be: healthy engines that were started again, ops without an
+    outcome, steps that ran twice, workers whose tokens aren't the trainer's, workers that were admitted with other
+    weights than the fleet's, and workers left paused.
+    """
+
+    was_hit: bool
+    phase_hit: str
+    calls: tuple[Call, ...]
+    serving_s: float | None
+    transfer_s: float
+    start_s: float = 0.0
+    returned_s: float | None = None
+    back_s: float | None = None
+    failover_s: float | None = None
+    restarted: tuple[str, ...] = ()
+    lost_ops: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+    wrong_outputs: tuple[str, ...] = ()
+    false_admissions: tuple[str, ...] = ()
+    left_paused: tuple[str, ...] = ()
+
+
+def judge(case: Case, seen: Observation) -> tuple[str, ...]:
+    """The promises that were broken, in words; none: the case held."""
+    return tuple(_broken(case, seen))
+
+
+def _broken(case: Case, seen: Observation) -> Iterator[str]:
+    if not seen.was_hit:
+        yield "the phase was never reached, nothing was struck"
+        return
+    yield from _late(case, seen)
+    if len(seen.calls) > case.num_calls:
+        yield f"it took {len(seen.calls)} calls of update_weights, not {case.num_calls}"
+    for names, text in (
+        (seen.restarted, "healthy engines were started again"),
+        (seen.lost_ops, "ops have no outcome"),
+        (seen.repeated, "steps ran twice"),
+        (seen.wrong_outputs, "tokens differ from the trainer's"),
+        (seen.false_admissions, "admitted with other weights than the fleet's"),
+        (seen.left_paused, "left paused"),
+    ):
+        if names:
+            yield f"{text}: {', '.join(names)}"
+
+
+def _late(case: Case, seen: Observation) -> Iterator[str]:
+    limit_s = case.serve_s + seen.start_s + seen.transfer_s * case.num_calls
+    yield from _later_than("the survivors served", seen.serving_s, limit_s)
+    if case.back_s is not None:
+        if seen.returned_s is None:
+            yield "the victim never came back to the bus"
+        else:
+            yield from _later_than("the victim was admitted", seen.back_s, case.back_s + seen.transfer_s)
+    if case.target is Target.CONTROLLER:
+        yield from _later_than("the standby answered", seen.failover_s, FAILOVER_S)
+
+
+def _later_than(what: str, took_s: float | None, limit_s: float) -> Iterator[str]:
+    if took_s is None:
+        yield f"{what}: never (bound {limit_s:.1f} s)"
+    elif took_s > limit_s:
+        yield f"{what} after {took_s:.1f} s (bound {limit_s:.1f} s)"
