@@ -175,7 +175,7 @@ def test_dead_rank_is_seen_at_once_and_the_worker_is_started_again(tmp_path: Pat
 
 @pytest.mark.parametrize("which", [0, 1], ids=["worker", "rank"])
 def test_stopped_process_is_seen_and_the_worker_is_started_again(tmp_path: Path, which: int) -> None:
-    """Of the two, the one that has the agent, and the other: nothing in a stopped one can help itself."""
+    """SCENARIOS 23: the one that has the agent, or the other: nothing in a stopped one can help itself."""
 
     async def scenario(scene: Scene) -> None:
         boot_id = scene.last.boot_id
