@@ -79,7 +79,7 @@ async def shown(url: str) -> dict[str, Any]:
 def test_a_server_that_is_gone_for_20_s_costs_nobody_its_life_its_pause_or_its_report(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """SCENARIOS 22: an idle fleet with a leased pause and a person's hold, and beside it an update in the middle of its transfer."""
+    """SCENARIOS 22: an idle fleet with a leased pause and a person's hold, beside it an update in mid-transfer."""
 
     async def main() -> float:
         async with stage_of_two() as (stage, _, _), slow_workers(stage.server.url) as engines:
