@@ -45,8 +45,11 @@ RECOVERY_S = 5.0
 # Until a standby answers in the place of a leader that died.
 FAILOVER_S = 5.0
 # What a silence costs before it is taken for a loss: of a worker in an op (rlbus.controller.line.ACK_S), of a trainer
-# while it sends (`stall_s`, which the chaos trainer sets to as much) or forms a group.
+# that joins (rlbus.controller.update.JOINING_SILENCE_S).
 SILENCE_S = 5.0
+# The same of a trainer that sends: the chaos trainer's `stall_s`. Above SILENCE_S, so that a silent worker is found out
+# before those who wait with it count as stalled.
+STALL_S = 8.0
 # The outage of the server that issue 3 names.
 OUTAGE_S = 20.0
 # After an outage: clients connect again (every 2 s, with jitter), the controller leads again, workers announce.
@@ -85,8 +88,7 @@ class Case:
 def _worker_cases() -> Iterator[Case]:
     """Killed: its connections break, everybody knows. Stopped: it is found out by its silence, and wakes up later."""
     for phase in UPDATE_PHASES:
-        is_quick = phase is Phase.MID_BROADCAST
-        yield Case(Target.WORKER, Blow.KILL, phase, RECOVERY_S, back_s=RECOVERY_S, is_quick=is_quick)
+        yield Case(Target.WORKER, Blow.KILL, phase, RECOVERY_S, back_s=RECOVERY_S)
     for phase in UPDATE_PHASES:
         yield Case(Target.WORKER, Blow.STOP, phase, SILENCE_S + RECOVERY_S, back_s=RECOVERY_S)
 
@@ -101,9 +103,9 @@ def _trainer_cases() -> Iterator[Case]:
     """Its update ends without it; the next call heals whatever it left: that of the next trainer, or its own."""
     for phase in UPDATE_PHASES:
         is_quick = phase is Phase.MID_BROADCAST
-        yield Case(Target.TRAINER, Blow.KILL, phase, SILENCE_S + RECOVERY_S, num_calls=2, is_quick=is_quick)
+        yield Case(Target.TRAINER, Blow.KILL, phase, STALL_S + RECOVERY_S, num_calls=2, is_quick=is_quick)
     for phase in (Phase.PAUSED, Phase.MID_BROADCAST):
-        yield Case(Target.TRAINER, Blow.STOP, phase, SILENCE_S + RECOVERY_S, num_calls=2)
+        yield Case(Target.TRAINER, Blow.STOP, phase, STALL_S + RECOVERY_S, num_calls=2)
 
 
 def _controller_cases() -> Iterator[Case]:
@@ -128,7 +130,7 @@ def _server_cases() -> Iterator[Case]:
 def _vllm_cases() -> Iterator[Case]:
     for target in (Target.WORKER, Target.ENGINE):
         yield Case(target, Blow.KILL, Phase.MID_BROADCAST, RECOVERY_S, back_s=RECOVERY_S, engine="vllm")
-    yield Case(Target.TRAINER, Blow.KILL, Phase.MID_BROADCAST, SILENCE_S + RECOVERY_S, num_calls=2, engine="vllm")
+    yield Case(Target.TRAINER, Blow.KILL, Phase.MID_BROADCAST, STALL_S + RECOVERY_S, num_calls=2, engine="vllm")
 
 
 CASES: tuple[Case, ...] = (

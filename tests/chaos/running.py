@@ -65,6 +65,8 @@ async def run_case(stage: Stage, case: Case) -> Observation:
     transfer_s = max([await stage.whole() for _ in range(2)])
     before = await stage.standing()
     victim, pid = await _victim(stage, case)
+    if victim is not None:
+        stage.count_blow(victim)
     async with Watch(stage.bus, _namespace(stage)) as watch:
         run = Run(case, stage, watch, victim, pid, before, transfer_s)
 
@@ -248,10 +250,18 @@ async def _until_served(run: Run, version: int) -> None:
 
 
 async def _until_back(run: Run, version: int) -> None:
-    """Until the victim is admitted at the newest version."""
+    """Until the victim is admitted at the newest version; a killed one has to have a new boot for it."""
     assert run.case.back_s is not None
+    assert run.victim is not None
+    victim, boot_id = run.victim, run.before[run.victim][1]
+    may_be_old = run.case.blow is Blow.STOP
+
+    def is_back(sample: Sample | None) -> bool:
+        member = None if sample is None else sample.member(victim)
+        return is_at(member, version) and member is not None and (may_be_old or member.boot_id != boot_id)
+
     limit_s = run.stage.worker_start_s + run.case.back_s + run.transfer_s + MARGIN_S
-    await run.watch.until(lambda s: s is not None and is_at(s.member(run.victim or ""), version), limit_s)
+    await run.watch.until(is_back, limit_s)
 
 
 def _is_settled(sample: Sample | None) -> bool:

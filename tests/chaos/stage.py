@@ -25,7 +25,7 @@ from rlbus.controller.leader import LEASE_KEY
 from rlbus.errors import BrokenError, DeadlineError
 from rlbus.schemas import FleetView, Lease, MemberView
 from rlbus.server import EmbeddedServer
-from tests.chaos.cases import SILENCE_S
+from tests.chaos.cases import STALL_S
 from tests.chaos.kits import Kit
 from tests.chaos.messages import Ended, News, Tokens, Up, Update
 from tests.chaos.probing import wrong_outputs
@@ -40,6 +40,8 @@ START_S = 30.0
 # How many undisturbed updates may be needed before everybody is in step.
 HEAL_TRIES = 3
 LOOK_S = 0.1
+# After so many blows a worker gets a new supervisor, which doesn't back off yet.
+MAX_BLOWS = 2
 
 
 class Stage:
@@ -147,9 +149,11 @@ class Stage:
 
     def next_worker(self) -> str:
         """Whom to strike: the one that was struck least, since restarts of the same one back off more and more."""
-        worker = min(self.kit.struck_workers, key=lambda worker: self._num_blows[worker])
+        return min(self.kit.struck_workers, key=lambda worker: self._num_blows[worker])
+
+    def count_blow(self, worker: str) -> None:
+        """It, or its engine, is struck now."""
         self._num_blows[worker] += 1
-        return worker
 
     async def leader(self) -> int:
         """Process id of the controller that leads, by its lease. Raises: BrokenError: nobody does."""
@@ -184,11 +188,12 @@ class Stage:
     def begin_update(self, *, hold: bool = False) -> int:
         """Tell the trainer to give the fleet the next version; which one."""
         self.version += 1
-        self.trainer.order(Update(version=self.version, hold=hold, deadline_s=UPDATE_S, stall_s=SILENCE_S))
+        self.trainer.order(Update(version=self.version, hold=hold, deadline_s=UPDATE_S, stall_s=STALL_S))
         return self.version
 
     async def whole(self) -> float:
         """Make the fleet whole; how long an undisturbed update took, in seconds. Raises: BrokenError: it can't be."""
+        await self._renew_struck()
         await self.start_missing()
         end: Ended | None = None
         for _ in range(HEAL_TRIES):
@@ -199,6 +204,13 @@ class Stage:
             elif end.status == "ok" and await self._is_whole(version):
                 return end.took_s
         raise BrokenError("the fleet", f"isn't whole after {HEAL_TRIES} updates; the last one: {end}")
+
+    async def _renew_struck(self) -> None:
+        """A supervisor waits longer and longer before it starts again what dies often, and gives up in the end."""
+        for worker, num in self._num_blows.items():
+            if num >= MAX_BLOWS:
+                await self._workers[worker].stop()
+                self._num_blows[worker] = 0
 
     async def reset(self) -> None:
         """Start everything anew but the server, after a case that left it beyond healing."""
