@@ -51,6 +51,9 @@ _log = logging.getLogger("rlbus.controller")
 MAX_TRIES = 120
 RETRY_S = 0.5
 PHASE = "take over"
+# How long a member that nobody has heard since this leader began is waited for, in seconds. Source: workers try to
+# connect at least every 5 s (rlbus._supervised.BACKOFF_MAX_S), and what this op has paused holds for 30 s.
+REJOIN_S = 6.0
 # The phase of the journal from which on `verified` may be committed.
 COMMIT_PHASE = "commit"
 # Weights that nobody may serve. Unknown ones are not among them: so are those that a worker was started with.
@@ -81,6 +84,7 @@ class TakeOver:
         request, item = self._entry.request, self._entry.item
         _log.warning("op %s (%s) was left behind by term %d in phase %s", item.op_id, item.op, item.term, item.phase)
         self._op.enter(PHASE, total=len(self._entry.members))
+        await self._await_members()
         await self._look()
         match request:
             case UpdateWeights():
@@ -97,6 +101,15 @@ class TakeOver:
         return report, item.version if is_at else None
 
     # -- steps --------------------------------------------------------------------------------------------------------
+
+    async def _await_members(self) -> None:
+        """Give members that weren't heard yet the time to connect again: after an outage we may be there first."""
+        until_s = self._loop.time() + REJOIN_S
+        while self._loop.time() < until_s and not self._op.stopped.is_set():
+            if all(self._registry.get(worker) is not None for worker in self._entry.members):
+                return
+            await asyncio.sleep(RETRY_S)
+            self._op.tick()
 
     async def _look(self) -> None:
         """Read every member's state from itself."""

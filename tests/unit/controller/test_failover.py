@@ -8,6 +8,7 @@ import pytest
 
 from rlbus.bus import Bus
 from rlbus.controller.leader import STEP_DOWN_S
+from rlbus.controller.leases import LEASE_S
 from rlbus.controller.service import Controller
 from rlbus.errors import BrokenError, PartialError, VersionRegressionError
 from rlbus.schemas import (
@@ -362,6 +363,32 @@ def test_a_member_that_is_gone_when_the_op_is_settled_is_reported_as_unknown() -
         assert (await stage.generations())[0] is RUNNING
 
     play([worker(1), worker(2)], scenario)
+
+
+def test_a_member_that_is_back_after_the_new_leader_is_waited_for() -> None:
+    """The server was away for all of them: the worker connects last, and is let go with the others."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.update(6)).status is OpStatus.OK
+        transport = stage.workers[1].worker_bus.transport
+        assert isinstance(transport, MemoryTransport)
+
+        def lose(command: Command) -> None:
+            if isinstance(command.body, PauseGeneration):
+                loop = asyncio.get_running_loop()
+                loop.call_later(0.2, stage.kill, stage.processes[0])
+                loop.call_later(0.2, stage.broker.disconnect, transport)
+                loop.call_later(8.0, stage.broker.reconnect, transport)
+
+        stage.on_command = lose
+        before_s = now_s()
+        report = await stage.update(7)
+        assert (report.status, outcomes(report)) == (OpStatus.FAILED, {"1": "undone", "2": "undone"})
+        assert now_s() - before_s < LEASE_S / 2
+        assert await stage.generations() == [RUNNING, RUNNING]
+
+    slow: scene.Steps = {"pause": {2: Step(latency_s=1.0)}}
+    play([worker(1, slow), worker(2, slow)], scenario)
 
 
 def test_an_update_that_is_asked_for_while_nobody_leads_waits_for_the_standby() -> None:
