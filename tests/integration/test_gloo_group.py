@@ -118,7 +118,7 @@ def hashes(weights: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def test_workers_of_unequal_ranks_receive_the_same_bytes_twice_over_one_group() -> None:
-    """Two workers with one and two ranks; two updates; nothing global is left in torch.distributed."""
+    """SCENARIOS 17: two workers with one and two ranks; two updates; nothing global is left in torch.distributed."""
 
     async def scenario() -> None:
         async with fleet(1, 2, stream_ids=("op-1", "op-2")) as (plane, receivers, source):
@@ -195,7 +195,7 @@ LARGE = {f"layer{i}": torch.zeros(4 * 1024 * 1024) for i in range(4)}
 
 
 def test_a_receiver_that_is_killed_half_way_ends_the_transfer_for_all_at_once() -> None:
-    """The sender and the other receiver notice within seconds, long before the time-out, and live."""
+    """SCENARIOS 6 and 57: the sender and the other receiver notice long before the time-out, and live."""
 
     async def scenario() -> None:
         async with fleet(1, 1, weights=LARGE, ends={1: "kill"}) as (plane, receivers, source):

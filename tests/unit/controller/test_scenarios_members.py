@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from rlbus.schemas import CommitWeights, Liveness, OpStatus, Version
+from rlbus.schemas import CommitWeights, GetOutcome, Liveness, OpStatus, Version
 from rlbus.testing import Faults, MemoryTransport
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.controller.scene import RUNNING, Scene, Steps, outcomes, play, w, worker
@@ -65,14 +65,14 @@ def test_a_commit_whose_answer_was_lost_is_settled_by_asking() -> None:
 
         def lose_answers() -> None:
             transport.faults = Faults(drop=1.0, only="_INBOX.>")
+            scene.at(GetOutcome, hear_again)
+
+        def hear_again() -> None:
+            transport.faults = Faults()
 
         scene.at(CommitWeights, lose_answers)
-        updating = asyncio.create_task(scene.update(7))
-        await asyncio.sleep(4.0)
-        assert scene.fleet.workers[0].agent.state.weights.version == Version(step=7)
-        assert not updating.done()
-        transport.faults = Faults()
-        report = await updating
+        report = await scene.update(7)
+        assert await scene.addressed(GetOutcome) == ["1"]
         assert (report.status, outcomes(report)) == (OpStatus.OK, {"1": "ok", "2": "ok"})
         assert list(scene.fleet.workers[0].engine.calls).count("finish_update") == 1
         assert await scene.generations() == [RUNNING, RUNNING]
