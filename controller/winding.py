@@ -109,6 +109,8 @@ def _regroup(state: UpdateState) -> Decision:
     body = DestroyGroup(epoch=state.group.plan.epoch)
     # Everybody who is there, blamed or not: it also shows who is silent.
     members = tuple(w for w in state.group.workers if not is_lost(state.seats[w]))
+    if not members:
+        return wind_up(state)  # nobody would answer, so nothing would ever follow
     return _ask(state, Stage.REGROUP, body, members, ack_s=probe_s(state))
 
 

@@ -207,6 +207,16 @@ def test_the_death_of_a_worker_that_an_attempt_left_behind_costs_no_other_attemp
     assert {w: outcomes_of(report)[w][0] for w in (W1, W3)} == {W1: "ok", W3: "ok"}
 
 
+def test_a_group_that_is_lost_as_a_whole_ends_the_update() -> None:
+    """Nobody is left to begin again with, and nobody is asked who isn't there."""
+    play = play_of(require=1)
+    play.answer({W1: failed(), W2: failed(FaultCode.GROUP_FAILED)})
+    play.to(Stage.JOIN)
+    play.answer({W3: silent()})
+    assert play.asks(Stage.REGROUP) == []
+    assert play.report().status is OpStatus.FAILED
+
+
 def test_a_trainer_that_dies_before_the_second_group_stands_leaves_nobody_paused() -> None:
     """The others still join, and would refuse to resume for as long as that may take: they leave it first."""
     play = play_of()
