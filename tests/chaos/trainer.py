@@ -139,7 +139,7 @@ async def serve(args: argparse.Namespace) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     async with rlbus.connect(args.url, namespace=args.namespace) as bus:
         emit(Up())
-        await Caller(bus.trainer(), model).obey(orders)
+        await Caller(bus.trainer(snapshot="memory"), model).obey(orders)
 
 
 def main() -> None:
