@@ -88,7 +88,8 @@ class Case:
 def _worker_cases() -> Iterator[Case]:
     """Killed: its connections break, everybody knows. Stopped: it is found out by its silence, and wakes up later."""
     for phase in UPDATE_PHASES:
-        yield Case(Target.WORKER, Blow.KILL, phase, RECOVERY_S, back_s=RECOVERY_S)
+        is_quick = phase is Phase.MID_BROADCAST
+        yield Case(Target.WORKER, Blow.KILL, phase, RECOVERY_S, back_s=RECOVERY_S, is_quick=is_quick)
     for phase in UPDATE_PHASES:
         yield Case(Target.WORKER, Blow.STOP, phase, SILENCE_S + RECOVERY_S, back_s=RECOVERY_S)
 
