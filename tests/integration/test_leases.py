@@ -40,8 +40,9 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def workers(url: str) -> Iterator[list[Process]]:
-    """Two fake workers, backend/1 and backend/2."""
-    started = [Process("worker", "fake", "--json", "--instance-id", number, url=url) for number in ("1", "2")]
+    """Two fake workers, backend/1 and backend/2. Nobody restarts them, so that one can be frozen."""
+    fake = ("worker", "fake", "--no-restart", "--json", "--instance-id")
+    started = [Process(*fake, number, url=url) for number in ("1", "2")]
     for process in started:
         process.document()
     yield started
