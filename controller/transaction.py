@@ -62,9 +62,6 @@ from rlbus.schemas import (
 
 Decision = tuple[UpdateState, tuple[Action, ...]]
 
-# Steps in which the others, or the trainer, stand still for whoever is silent.
-_PROBED = frozenset({Stage.JOIN, Stage.PAUSE})
-
 
 def decide(state: UpdateState, event: Event) -> Decision:
     """What an update does about `event`. Repeats, late and foreign events change nothing."""
@@ -172,7 +169,8 @@ def _ask(
 ) -> Decision:
     step = step_of(state, stage.value if step is None else step)
     state = replace(state, stage=stage, step=step, pending=frozenset(workers), accepted=frozenset())
-    ack_s = probe_s(state) if stage in _PROBED else None
+    # In a transfer nobody waits for a silent agent as long as bytes move; who holds it up is told by `WorkerSilent`.
+    ack_s = None if stage is Stage.RECEIVE else probe_s(state)
     return state, (Ask(step, body, workers, is_ending=stage not in FORWARD, ack_s=ack_s),)
 
 

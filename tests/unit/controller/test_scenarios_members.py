@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from rlbus.controller.line import ACK_S
+from rlbus.controller.attempts import PROBE_S
 from rlbus.schemas import CommitWeights, GetOutcome, Liveness, OpStatus, Version
 from rlbus.testing import Faults, MemoryTransport
 from rlbus.workers.engines.fake_script import Step
@@ -66,8 +66,8 @@ def test_a_commit_whose_answer_was_lost_is_settled_by_asking() -> None:
 
         def lose_answers() -> None:
             transport.faults = Faults(drop=1.0, only="_INBOX.>")
-            # Before it is asked: it had accepted, so three ack limits of silence pass first.
-            asyncio.get_running_loop().call_later(3 * ACK_S - 1.0, hear_again)
+            # Before it is asked: it had accepted, so three times the probe's limit pass first.
+            asyncio.get_running_loop().call_later(3 * PROBE_S - 1.0, hear_again)
 
         def hear_again() -> None:
             transport.faults = Faults()
