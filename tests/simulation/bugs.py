@@ -153,7 +153,7 @@ BUGS = {
     "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 100, _obey_what_expired),
     "admit-who-is-caught-up": Bug("I1", "who is being caught up is admitted at once", 200, _admit_who_is_caught_up),
     "never-catch-up": Bug("I3", "nobody is brought to the fleet's version", 100, _never_catch_up),
-    "never-end-leases": Bug("I3", "a pause whose owner died doesn't end", 200, _never_end_leases),
+    "never-end-leases": Bug("I3", "a pause whose owner died doesn't end", 500, _never_end_leases),
     "retry-in-the-same-group": Bug("I5", "a retry takes the epoch that broke", 200, _retry_in_the_same_group),
     "take-any-version": Bug("I6", "nobody checks that versions grow", 100, _take_any_version),
 }
