@@ -16,10 +16,10 @@ from rlbus.schemas import FaultCode, OnFailure, Outcome, WorkerId
 # How often one update is tried in all.
 MAX_ATTEMPTS = 3
 # While others stand still, or the trainer waits, for an update that goes on without whoever is lost: a worker that
-# doesn't answer for this long is asked what became of it, and one that runs for three times this (rlbus._gather): 5 and
-# 10 s until a process that was stopped counts as lost. A healthy agent answers in milliseconds, whatever its engine
+# doesn't answer for this long is asked what became of it, and one that runs for three times this (rlbus._gather): 4 and
+# 8 s until a process that was stopped counts as lost. A healthy agent answers in milliseconds, whatever its engine
 # does; taking a slow one for lost costs it a catch-up, nothing else.
-PROBE_S = 2.5
+PROBE_S = 2.0
 # In a transfer: when no byte has moved for this long, whoever was silent as long is lost. As long as bytes move, nobody
 # waits for a silent agent, and the limits of any step hold.
 STILL_S = 5.0

@@ -260,7 +260,7 @@ class TakeOver:
         needed = request.require if isinstance(request, UpdateWeights) else None
         status = status_of(outcomes, len(outcomes) if needed is None else needed)
         is_ok = all(o.outcome is Outcome.OK for o in outcomes)
-        why = f"its controller (term {item.term}) died in phase {item.phase}; the next one settled it"
+        why = f"its controller (term {item.term}) died or lost its lease in phase {item.phase}; the next one settled it"
         return Report(
             op_id=item.op_id,
             op=item.op,

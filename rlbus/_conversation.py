@@ -62,6 +62,9 @@ DEFAULT_PATIENCE = Patience()
 # How long a trainer bears that there is no controller when it asks for something: a standby needs less than 5 s to take
 # over from a leader that died (rlbus.controller.leader).
 FAILOVER_S = 8.0
+# How long a trainer bears that the server itself is away, or that whoever is there doesn't lead: a server that is gone
+# for 20 s (issue 3) and what it takes everybody to connect and lead again. Its own deadline may be shorter.
+OUTAGE_S = 40.0
 # How long taking an op back may hold up whoever was cancelled, and how soon an unanswered try is repeated.
 CANCEL_LIMIT_S = 5.0
 CANCEL_SILENCE_S = 1.0

@@ -21,6 +21,7 @@ import msgspec
 from rlbus._catching_up import CatchUpService
 from rlbus._conversation import (
     FAILOVER_S,
+    OUTAGE_S,
     Patience,
     ProgressHandler,
     ask,
@@ -274,19 +275,23 @@ class Trainer:
         self._put_digest = manifest
 
     async def _put_page(self, message: PutManifestPage) -> None:
-        """One page, sent again while its answer is lost or nobody leads, for FAILOVER_S: a repeat changes nothing."""
+        """One page, sent again while its answer is lost or nobody leads: a repeat changes nothing.
+
+        For OUTAGE_S; that nobody listens at all is borne for FAILOVER_S.
+        """
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + FAILOVER_S
+        began_s = loop.time()
         for silence_s in silences(PAGE_SILENCE_S, PAGE_LIMIT_S):
             try:
                 await ask(self._bus, self._namespace, message, limit_s=silence_s)
                 return
             except BrokenError as exc:
-                if loop.time() >= until_s:
-                    raise no_controller(self._namespace) if self._bus.transport.is_connected else exc from exc
+                is_connected = self._bus.transport.is_connected
+                if loop.time() >= began_s + (FAILOVER_S if is_connected else OUTAGE_S):
+                    raise no_controller(self._namespace) if is_connected else exc from exc
                 await asyncio.sleep(RECONNECT_PAUSE_S)
             except DeadlineError:
-                if loop.time() >= until_s + PAGE_LIMIT_S:
+                if loop.time() >= began_s + OUTAGE_S:
                     raise
 
     async def _run(
@@ -343,7 +348,7 @@ class Trainer:
         self, request: UpdateWeights, half: SenderHalf, on_reply: Callable[[ControlReply], None]
     ) -> OpResult:
         try:
-            patience = Patience(nobody_s=FAILOVER_S)
+            patience = Patience(nobody_s=FAILOVER_S, first_answer_s=OUTAGE_S)
             last = await converse(self._bus, self._namespace, request, on_reply=on_reply, patience=patience)
         except (asyncio.CancelledError, DeadlineError, BrokenError) as exc:
             # Nobody will tell us any more when to leave, and nobody here waits for the op.

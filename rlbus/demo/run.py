@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -71,7 +71,7 @@ async def _run(console: Console, engine: str, workers: int, updates: int) -> Sum
             services = await _start(stack, server.url, engine, workers, model, folder)
             trainer = await _start_trainer(stack, server.url, engine, workers, updates, model, folder)
             table.status(f"waiting for {workers} {engine} engines to start")
-            keeping = asyncio.create_task(services.keep(table.status))
+            keeping = asyncio.create_task(_keep(services, server, table.status))
             try:
                 async with asyncio.timeout(DEADLINE_S):
                     async for event in _events(trainer, services, keeping, table, workers, engine):
@@ -151,6 +151,19 @@ def _engine_options(engine: str) -> Sequence[str]:
     if engine != "vllm":
         return ()
     return ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20))
+
+
+async def _keep(services: Services, server: EmbeddedServer, on_restart: Callable[[str], None]) -> None:
+    """Start again what ends by itself: the server, the controller, a worker. Raises: BrokenError: once too often."""
+    tasks = [asyncio.create_task(services.keep(on_restart)), asyncio.create_task(server.supervise(on_restart))]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def _events(

@@ -106,6 +106,27 @@ def test_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
+def test_process_that_finds_no_bus_is_not_one_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started again as long as the server is away, and has all of its restarts left afterwards."""
+    monkeypatch.setattr("rlbus.workers.supervisor.supervise.NO_BUS_PAUSE_S", 0.01)
+    lives_file = tmp_path / "lives"
+    script = f"""
+        with open({str(lives_file)!r}, "a+") as lives:
+            lives.write("x")
+            lives.seek(0)
+            num = len(lives.read())
+        raise SystemExit(4 if num <= 6 else 1)
+    """
+
+    async def main() -> None:
+        stand_in = command(script, tmp_path / "pids")
+        code = await keep_running(stand_in, replace(HOW, log=tmp_path / "log"), restarts(2), asyncio.Event())
+        assert code == EXIT_GAVE_UP
+        assert len(lives_file.read_text()) == 6 + 3
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
 def test_cancelled_supervisor_leaves_nothing(tmp_path: Path) -> None:
     """Whoever embeds it may cancel it."""
 

@@ -24,6 +24,10 @@ _log = logging.getLogger("rlbus.workers")
 EXIT_GAVE_UP = 1
 # Status of a process that was called in a wrong way (argparse's, and ours): a restart would change nothing.
 EXIT_USAGE = 2
+# Of `rlbus worker`: there is no server to connect to. Source: rlbus.cli.output.ExitCode.NOTHING_THERE.
+EXIT_NO_BUS = 4
+# Before it is tried again, in seconds; each try itself waits for a connection.
+NO_BUS_PAUSE_S = 2.0
 # How long a process may take to end after SIGTERM: vLLM takes 0.5 s, and longer when it lets requests finish.
 STOP_S = 30.0
 # How long what was below a dead process may take to end by itself (the system tells it, by a signal), how long after it
@@ -62,6 +66,8 @@ class Supervision:
 async def keep_running(command: WorkerCommand, how: Supervision, restarts: Restarts, stopped: asyncio.Event) -> int:
     """Start the process, and again whenever it ends, until `stopped` is set (0) or `restarts` gives up.
 
+    One that only found no bus hasn't died: it is started again every NO_BUS_PAUSE_S, for as long as that takes.
+
     Cancel: the process is stopped, and killed after STOP_S.
     """
     loop = asyncio.get_running_loop()
@@ -74,6 +80,12 @@ async def keep_running(command: WorkerCommand, how: Supervision, restarts: Resta
         if code == EXIT_USAGE:
             _log.error("worker %s: the process ended with status %d, called in a wrong way", how.who, code)
             return code
+        if code == EXIT_NO_BUS:
+            # No death of its own: whoever waits for the server to come back waits as long as that takes.
+            _log.warning("worker %s: no bus to join; next try in %.0f s", how.who, NO_BUS_PAUSE_S)
+            if await _is_stopped_within(stopped, NO_BUS_PAUSE_S):
+                return 0
+            continue
         # vLLM ends with 0 when its engine died (facts/vllm-cpu.md 8), so any end that nobody asked for is a death.
         pause_s = restarts.on_end(loop.time(), ran_s)
         if pause_s is None:
@@ -82,10 +94,14 @@ async def keep_running(command: WorkerCommand, how: Supervision, restarts: Resta
             return EXIT_GAVE_UP
         text = "worker %s: the process ended with status %d after %.0f s; next start in %.0f s"
         _log.error(text, how.who, code, ran_s, pause_s)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopped.wait(), pause_s)
-        if stopped.is_set():
+        if await _is_stopped_within(stopped, pause_s):
             return 0
+
+
+async def _is_stopped_within(stopped: asyncio.Event, pause_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stopped.wait(), pause_s)
+    return stopped.is_set()
 
 
 class _Life:

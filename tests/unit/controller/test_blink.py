@@ -251,3 +251,18 @@ def target(number: int) -> Any:
     from rlbus.schemas import Target
 
     return Target(workers=(scene.w(number),))
+
+
+@pytest.mark.parametrize("length_s", [3.0, 20.0])
+def test_an_update_that_is_asked_for_in_an_outage_waits_for_its_end(length_s: float) -> None:
+    """A training loop doesn't end because the server was away for 20 s, in whatever moment it asks."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.update(6)).status is OpStatus.OK
+        blinking = asyncio.create_task(blink(stage, length_s))
+        await asyncio.sleep(1.0)
+        report = await stage.update(7)
+        assert blinking.done()
+        assert (report.status, outcomes(report)) == (OpStatus.OK, {"1": "ok", "2": "ok"})
+
+    play([worker(1), worker(2)], scenario)

@@ -100,7 +100,7 @@ def test_a_command_that_is_sent_again_joins_the_one_that_runs() -> None:
         running = asyncio.create_task(scene.update(7, stall_s=20.0))
         await asyncio.sleep(0.5)
         transport.faults = Faults(drop=1.0, only="_INBOX.>")
-        await asyncio.sleep(6.0)
+        await asyncio.sleep(5.0)
         transport.faults = Faults()
         report = await running
         assert report.status is OpStatus.OK
