@@ -203,6 +203,8 @@ class UpdateRun:
     def _act(self, action: Action) -> None:
         match action:
             case Ask():
+                if isinstance(action.body, ReceiveWeights):
+                    self._stillness.begin(self._loop.time())  # also who doesn't accept holds the others up
                 self._steps[action.step] = self._loop.create_task(self._ask(action), name=f"step {action.step}")
             case Drop():
                 self._steps[action.step].cancel()
