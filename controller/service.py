@@ -16,12 +16,12 @@ from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
 from rlbus.controller.giving_way import GivingWay, is_catch_up
 from rlbus.controller.greeting import Greeter
+from rlbus.controller.hearing import Hearing
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
-from rlbus.controller.op import Op, publish, tell_event
-from rlbus.controller.registry import Change, Collided, Gone, Joined, Member, Registry
+from rlbus.controller.op import Op, publish
+from rlbus.controller.registry import Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
-from rlbus.controller.screening import problem_of
 from rlbus.controller.succession import Succession
 from rlbus.controller.update import UpdateRun
 from rlbus.controller.update_state import Group, Plan
@@ -56,8 +56,6 @@ from rlbus.schemas import (
     Version,
     WaitReady,
     WorkerId,
-    WorkerJoined,
-    WorkerLeft,
     WorkerMessage,
 )
 from rlbus.transfer.manifest import ManifestBook, pages
@@ -70,9 +68,6 @@ TICK_S = 0.25
 PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 # How long a stop may take to undo what runs. Docker and Kubernetes kill after 10 s and 30 s.
 STOP_S = 8.0
-
-# Refused announcements are logged at most this often, in seconds; all are counted.
-REFUSAL_LOG_S = 10.0
 
 # Name of an op that brings workers to the version that the fleet has.
 CATCH_UP = "catch_up"
@@ -131,9 +126,10 @@ class Controller:
         self._pages: tuple[ManifestPage, ...] = ()
         self._group: Group | None = None
         self._greeter = Greeter(bus, namespace, self.term)
-        self._is_check_due = False
+        self._hearing = Hearing(
+            bus, self.registry, self._greeter, self.settings.components, self._waiting, on_lost=self._lose
+        )
         self._stop_s = self.settings.stop_s
-        self._logged_refusal_at_s = float("-inf")
         self._succession: Succession | None = None
         if journal is not None:
             self._succession = Succession(
@@ -150,9 +146,9 @@ class Controller:
         Cancel: the way to stop it. A second cancel drops what is being undone.
         """
         loop = asyncio.get_running_loop()
-        stop_watching = self._bus.watch_connection(self._on_connection)
+        stop_watching = self._bus.watch_connection(self._hearing.on_connection)
         subscriptions: list[Subscription] = [
-            self._bus.subscribe(subjects.all_workers(self.namespace), WorkerMessage, self._on_worker)
+            self._bus.subscribe(subjects.all_workers(self.namespace), WorkerMessage, self._hearing.on_message)
         ]
         known = () if self._succession is None else self._succession.restore()
         try:
@@ -165,7 +161,7 @@ class Controller:
             self.ready.set()
             while True:
                 await asyncio.sleep(TICK_S)
-                self._take(self.registry.tick(loop.time()))
+                self._hearing.tick()
                 self._waiting.check()
                 self._giving_way.tick(loop.time())
                 self._catch_ups.tick(loop.time())
@@ -193,57 +189,6 @@ class Controller:
         return self._catch_ups.explain(view)
 
     # -- workers ------------------------------------------------------------------------------------------------------
-
-    def _on_worker(self, message: WorkerMessage, raw: Message) -> None:
-        problem = problem_of(message, raw.subject, self.namespace)
-        if problem is not None:
-            self._refuse_worker(raw.subject, problem)
-            return
-        self._take(self.registry.hear(message, asyncio.get_running_loop().time()))
-
-    def _refuse_worker(self, subject: str, problem: str) -> None:
-        self.registry.num_refused += 1
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._logged_refusal_at_s >= REFUSAL_LOG_S:
-            self._logged_refusal_at_s = now_s
-            _log.warning("refused a message on %s: %s (%d so far)", subject, problem, self.registry.num_refused)
-
-    def _on_connection(self, is_connected: bool) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if is_connected:
-            self.registry.reconnected(now_s)
-            self._greeter.greet((*self.settings.components, *self.registry.components()))
-        else:
-            _log.warning("disconnected from the bus; nobody's silence counts until we are back")
-            self.registry.disconnected(now_s)
-
-    def _take(self, changes: Sequence[Change]) -> None:
-        """What follows from a change of the membership."""
-        for change in changes:
-            member, at = change.member, self._bus.clock.now()
-            component, instance_id = member.descriptor.component, member.descriptor.instance_id
-            if isinstance(change, Joined):
-                _log.info("%s joined (%s, boot %s)", member.worker, member.descriptor.engine, member.boot_id)
-                joined = WorkerJoined(at=at, component=component, instance_id=instance_id, boot_id=member.boot_id)
-                tell_event(self._bus, self.namespace, joined)
-                if change.is_reboot:
-                    self._lose(member.worker, "it was restarted")
-                if not self._greeter.has_greeted(component):
-                    self._greeter.greet((component,))
-            elif isinstance(change, Gone):
-                _log.warning("%s is gone: %s", member.worker, change.reason)
-                left = WorkerLeft(at=at, component=component, instance_id=instance_id, reason=change.reason)
-                tell_event(self._bus, self.namespace, left)
-                self._lose(member.worker, change.reason)
-            elif isinstance(change, Collided):
-                _log.error("%s: %s", member.worker, change.reason)
-        if changes and not self._is_check_due and not self._waiting.is_empty:
-            self._is_check_due = True
-            asyncio.get_running_loop().call_soon(self._check_waiting)
-
-    def _check_waiting(self) -> None:
-        self._is_check_due = False
-        self._waiting.check()
 
     def _lose(self, worker: WorkerId, reason: str) -> None:
         self._line.losses.report(worker, reason)

@@ -7,42 +7,28 @@ owed from the first byte of an update on, whoever sends `flush_cache` pays it, a
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
 
 from rlbus import subjects
 from rlbus._transport import Message
 from rlbus.bus import Bus
-from rlbus.errors import ConfigError, DecodeError, FaultError, RLBusError
+from rlbus.errors import ConfigError, DecodeError, RLBusError
 from rlbus.schemas import (
-    AbortedData,
-    AbortRequest,
     Announcement,
     Command,
     Descriptor,
     Fault,
     FaultCode,
     GenerationResumed,
-    GetOutcome,
-    GetStatus,
-    GetVersion,
     Goodbye,
-    Hello,
-    OutcomeData,
     PrepareWeightsUpdate,
-    PutManifest,
-    RenewLease,
-    ResultData,
-    ResultStatus,
-    StatusData,
     TensorSpec,
-    WeightsData,
     WorkerStatus,
     route_of,
 )
 from rlbus.transfer.manifest import ManifestBook
 from rlbus.workers.answers import Answers, bad_message, find_op_id
+from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
@@ -66,7 +52,6 @@ from rlbus.workers.moves import (
     RunOwn,
     TakeBack,
 )
-from rlbus.workers.mutations import EngineCall
 from rlbus.workers.observation import Observer, drift
 from rlbus.workers.preconditions import manifest_problem
 from rlbus.workers.refusals import Refusals
@@ -75,8 +60,6 @@ from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
 
-# Queries and aborts that wait for the engine at the same time.
-MAX_SIDE_TASKS = 64
 # How long the subscriptions may take to stand, and the goodbye to leave, in seconds.
 BARRIER_S = 2.0
 # Subject token of Dynamo's descriptor query.
@@ -146,6 +129,7 @@ class Agent:
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
+        self._beside = Beside(engine, self, bus.clock, self._config, self._book)
         self._heartbeat = Heartbeat(self._beat, self._config.heartbeat_s, self._config.jitter, instance_id)
         # Runs while the pause has a lease.
         self._lease_timer: asyncio.TimerHandle | None = None
@@ -153,7 +137,6 @@ class Agent:
         self._stop_reason = "stopped"
         # Why the engine can't be helped any more; the agent then ends.
         self.lost: str | None = None
-        self._side_tasks: set[asyncio.Task[None]] = set()
 
     @property
     def state(self) -> WorkerState:
@@ -194,6 +177,10 @@ class Agent:
                     subscription.unsubscribe()
                 heart.cancel()
                 await self._close(drain_s)
+
+    def announce_soon(self) -> None:
+        """Let the next heartbeat come now."""
+        self._heartbeat.soon()
 
     async def observe(self) -> Observed:
         """Ask the engine how it is, bounded. Cancel: the question goes on for the others who wait."""
@@ -288,7 +275,7 @@ class Agent:
         except Exception:  # noqa: BLE001 - a bug of ours: logged, the sender gets `internal`, the agent lives on
             _log.exception("taking %s %s failed", subject.route, command.op_id)
             bug = fault(FaultCode.INTERNAL, "the agent failed; see its log")
-            self._refuse(command, message.reply, bug)
+            self.refuse(command, message.reply, bug)
 
     def _on_bad(self, error: DecodeError, message: Message) -> None:
         self._on_undecodable(message, error.problem)
@@ -311,7 +298,7 @@ class Agent:
 
     def _take(self, command: Command, reply: str | None, route: str, is_unicast: bool) -> None:
         if (known := self.refusals.find(command)) is not None:
-            self._refuse(command, reply, known)
+            self.refuse(command, reply, known)
             return
         record = self.journal.find(command.op_id)
         tensors, outside = (None, None) if record is not None else self._look_outside(command)
@@ -322,14 +309,14 @@ class Agent:
             case Ignore():
                 pass
             case Refuse():
-                self._refuse(command, reply, action.fault)
+                self.refuse(command, reply, action.fault)
             case Join():
                 self._join(action.record, command, reply)
             case Replay():
                 assert action.record.result is not None
                 self.answers.result(reply, action.record.result)
             case AnswerNow():
-                self._answer_now(command, reply)
+                self._beside.answer(command, reply)
             case Run():
                 record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
                 self._slot.begin(command, record, action.takes_back)
@@ -344,7 +331,8 @@ class Agent:
             return None, None
         return tensors, manifest_problem(self._engine, tensors, self.answers.max_bytes)
 
-    def _refuse(self, command: Command, reply: str | None, why: Fault) -> None:
+    def refuse(self, command: Command, reply: str | None, why: Fault) -> None:
+        """Tell who asks that nothing was done, and why; a mutation's refusal is remembered."""
         replies = () if reply is None else (reply,)
         if is_mutation(command.body):
             self.refusals.note(command.op_id, hash(command.body), why)
@@ -353,97 +341,9 @@ class Agent:
     def _join(self, record: Record, command: Command, reply: str | None) -> None:
         if not record.add_reply(reply):
             busy = fault(FaultCode.BUSY, f"too many wait for op {record.op_id}", retryable=True, op_id=record.op_id)
-            self._refuse(command, reply, busy)
+            self.refuse(command, reply, busy)
         elif record.is_accepted:
             self.answers.accepted(record.op_id, reply)
-
-    # --- what is done beside a mutation
-
-    def _answer_now(self, command: Command, reply: str | None) -> None:
-        match command.body:
-            case Hello():
-                self._heartbeat.soon()
-                self._answer(command, reply, StatusData(descriptor=self.descriptor, status=self.status()))
-            case GetVersion():
-                self._answer(command, reply, WeightsData(weights=self._state.weights))
-            case GetOutcome() as body:
-                self._answer_outcome(command, reply, body)
-            case RenewLease():
-                self._end_at_once(command, reply)
-            case PutManifest() as body:
-                self._put_manifest(command, reply, body)
-            case GetStatus() | AbortRequest() if len(self._side_tasks) >= MAX_SIDE_TASKS:
-                busy = fault(FaultCode.BUSY, f"{MAX_SIDE_TASKS} others wait for the engine", retryable=True)
-                self._refuse(command, reply, busy)
-            case GetStatus():
-                self._beside(self._answer_status(command, reply))
-            case AbortRequest() as body:
-                record = self.journal.begin(command, reply, asyncio.get_running_loop().time())
-                record.is_accepted = True
-                self.answers.accepted(command.op_id, reply)
-                self._beside(self._abort(command, record, body))
-
-    def _answer(self, command: Command, reply: str | None, data: ResultData) -> None:
-        self.answers.result(reply, self.answers.build(command.op_id, ResultStatus.OK, data=data))
-
-    def _answer_outcome(self, command: Command, reply: str | None, body: GetOutcome) -> None:
-        record = self.journal.find(body.of_op_id)
-        if record is None:
-            unknown = fault(FaultCode.UNKNOWN_OP, f"no record of op {body.of_op_id}", op_id=body.of_op_id)
-            self._refuse(command, reply, unknown)
-            return
-        result = record.result
-        data = OutcomeData(
-            of_op_id=body.of_op_id,
-            running=result is None,
-            status=None if result is None else result.status,
-            fault=None if result is None else result.fault,
-        )
-        self._answer(command, reply, data)
-
-    def _put_manifest(self, command: Command, reply: str | None, body: PutManifest) -> None:
-        try:
-            self._book.add(body.page)
-        except FaultError as exc:
-            self._refuse(command, reply, exc.fault)
-            return
-        self._end_at_once(command, reply)
-
-    def _end_at_once(self, command: Command, reply: str | None) -> None:
-        """What was done on arrival is recorded as done."""
-        record = self.journal.begin(command, reply, asyncio.get_running_loop().time(), is_kept=False)
-        result = self.answers.build(command.op_id, ResultStatus.OK)
-        self.journal.end(record, result)
-        self.answers.result(reply, result)
-
-    def _beside(self, run: Coroutine[Any, Any, None]) -> None:
-        """Own a task that waits for the engine beside a mutation."""
-        task = asyncio.get_running_loop().create_task(run)
-        self._side_tasks.add(task)
-        task.add_done_callback(self._side_tasks.discard)
-
-    async def _answer_status(self, command: Command, reply: str | None) -> None:
-        await self._observer.observe()
-        self._answer(command, reply, StatusData(descriptor=self.descriptor, status=self.status()))
-
-    async def _abort(self, command: Command, record: Record, body: AbortRequest) -> None:
-        async def abort() -> AbortedData:
-            return AbortedData(num_aborted=await self._engine.abort(body.request_ids))
-
-        call = EngineCall(abort(), body)
-        try:
-            cause = await call.wait(command.expires_at - self._bus.clock.now())
-            if cause is not None:
-                await call.give_up(None, 0.0, self._config.cancel_s)
-        finally:
-            call.task.cancel()
-        outcome = call.outcome(cause)
-        status = ResultStatus.OK if outcome.fault is None else ResultStatus.FAILED
-        took_s = asyncio.get_running_loop().time() - record.began_s
-        result = self.answers.build(command.op_id, status, fault=outcome.fault, data=outcome.data, took_s=took_s)
-        self.journal.end(record, result)
-        for address in record.replies:
-            self.answers.result(address, result)
 
     # --- announcements and the end
 
@@ -476,10 +376,7 @@ class Agent:
         finally:
             if self._lease_timer is not None:
                 self._lease_timer.cancel()
-            for task in self._side_tasks:
-                task.cancel()
-            if self._side_tasks:
-                await asyncio.wait(self._side_tasks, timeout=self._config.cancel_s)
+            await self._beside.aclose()
             await self._observer.aclose()
             descriptor = self.descriptor
             goodbye = Goodbye(
