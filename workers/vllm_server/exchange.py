@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,7 @@ from rlbus.schemas import Fault, TensorSum
 
 _COUNT = struct.Struct("<qq")
 _STOP = "stop"
+_TENSORS = "tensors.json"
 # How often a rank looks whether it is told to stop, in seconds.
 WATCH_S = 0.05
 
@@ -70,6 +72,10 @@ class CallFolder:
         data = _read(self._outcome(step, rank))
         return None if data is None else _decoder.decode(data)
 
+    def put_tensors(self, tensors: Any) -> None:
+        """Leave the manifest of a transfer for the ranks, where the way to them doesn't carry so much."""
+        Path(self.path, _TENSORS).write_bytes(msgspec.json.encode(tensors))
+
     def remove(self) -> None:
         """Delete it. A rank that still writes finds it gone."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -82,6 +88,14 @@ class CallFolder:
         if data is not None:
             return data.decode(errors="replace")
         return None if os.path.isdir(self.path) else "the agent is gone"
+
+    def tensors(self) -> Any:
+        """The manifest that the agent has left, as plain data.
+
+        Raises:
+            FileNotFoundError: there is none, or nobody waits any more.
+        """
+        return msgspec.json.decode(Path(self.path, _TENSORS).read_bytes())
 
     def open_counter(self, rank: int, total: int) -> "Counter":
         """Say that this rank stands ready for `total` bytes.

@@ -13,7 +13,7 @@ not been run on a GPU yet).
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -57,13 +57,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Receive `tensors` (TensorSpecs as plain data) over the group of `epoch`."""
+    """Receive `tensors` (TensorSpecs as plain data; None: those in the folder) over the group of `epoch`."""
 
     folder: str
     epoch: int
     stream_id: str
     bucket_bytes: int
-    tensors: list[Any] = field(default_factory=list)
+    tensors: list[Any] | None = None
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -88,13 +88,17 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._folder: CallFolder | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Leave the group, if there is one, and begin to join another. Returns at once."""
+        """Leave the group, if there is one, and begin to join another. Returns at once.
+
+        Only to leave has an outcome at once: by it a sidecar knows that this engine is here, and reads its folder.
+        """
         self.shutdown()
         parallel = self.parallel_config
         # As vLLM's NCCL engine counts ranks.
         dp_index = parallel.data_parallel_index - init_info.first_dp_index
         self._local_rank = dp_index * parallel.world_size + parallel.rank
         if init_info.plan is None:
+            CallFolder(init_info.folder).end("leave", self._local_rank, RankOutcome())
             return
         plan = msgspec.convert(init_info.plan, GroupPlan)
         rank = init_info.first_rank + self._local_rank
@@ -185,7 +189,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if group is None or group.epoch != info.epoch:
             text = "is in no group" if group is None else f"is in group {group.epoch}"
             raise FaultError(Fault(code=FaultCode.STALE_EPOCH, message=f"this rank {text}, not in group {info.epoch}"))
-        specs = msgspec.convert(info.tensors, tuple[TensorSpec, ...])
+        specs = msgspec.convert(folder.tensors() if info.tensors is None else info.tensors, tuple[TensorSpec, ...])
 
         def tick(reason: str | None) -> None:
             if reason is None and group.busy_s() > group.timeout_s + WATCHDOG_GRACE_S:

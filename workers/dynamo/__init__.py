@@ -1,0 +1,1 @@
+"""Workers of NVIDIA Dynamo as workers of rlbus: a sidecar that adopts a whole Dynamo fleet."""
