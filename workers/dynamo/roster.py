@@ -166,7 +166,9 @@ def _tell(roster: Roster, event: Answered, actions: list[Action], entries: Mappi
     told = {action.who: action.reason for action in actions if isinstance(action, Tell)}
     reasons = {out.who: out.reason for out in event.answer.left_out if out.who not in entries} | told
     actions[:] = [action for action in actions if not isinstance(action, Tell)]
-    actions += [Tell(who, reason) for who, reason in reasons.items() if roster.said.get(f"{event.source} {who}") != reason]
+    actions += [
+        Tell(who, reason) for who, reason in reasons.items() if roster.said.get(f"{event.source} {who}") != reason
+    ]
     others = {key: text for key, text in roster.said.items() if not key.startswith(f"{event.source} ")}
     return others | {f"{event.source} {who}": reason for who, reason in reasons.items()}
 
@@ -183,7 +185,5 @@ def _ended(roster: Roster, event: Ended) -> Roster:
     else:
         num_failures = 1 if event.now_s - entry.since_s >= STEADY_S else entry.num_failures + 1
         pause_s = min(FIRST_RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
-        entries[event.who] = replace(
-            entry, phase=Phase.WAITS, retry_s=event.now_s + pause_s, num_failures=num_failures
-        )
+        entries[event.who] = replace(entry, phase=Phase.WAITS, retry_s=event.now_s + pause_s, num_failures=num_failures)
     return replace(roster, entries=entries)

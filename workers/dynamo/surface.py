@@ -5,6 +5,7 @@ Dynamo answers 200 also when it failed: how a call ended is read from the HTTP s
 in order; so what was asked for is done late rather than never. Source: NVIDIA Dynamo 1.6.1, `dynamo/vllm/handlers.py`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from rlbus.errors import EngineDeadError, EngineError
@@ -14,7 +15,7 @@ from rlbus.workers.peer_http import PeerClient, PeerError
 
 # Questions: milliseconds, unless the machine is busy.
 ASK_S = 5.0
-# A clock that runs a little behind isn't a restart, in seconds.
+# Clocks of two machines differ a little between two looks, in seconds.
 UPTIME_SLACK_S = 1.0
 MAX_PROBLEM_CHARS = 500
 _FINE = ("ok", "success")
@@ -35,6 +36,18 @@ ROUTES = (
     "update_weights_from_distributed",
 )
 _DISK = "update_weights_from_disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """When a process began, in seconds of the loop: its uptime is a little older than the answer that tells it."""
+
+    earliest_s: float
+    latest_s: float
+
+    def is_after(self, other: "Began") -> bool:
+        """Whether it can't be the same process."""
+        return self.earliest_s > other.latest_s + UPTIME_SLACK_S
 
 
 class DynamoError(EngineError):

@@ -62,8 +62,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Receive `tensors` (TensorSpecs as plain data; None: those in the call's folder) over the group of `epoch`; or load
-    the safetensors folder `path`, for those who can't ask vLLM to reload.
+    """Receive `tensors` (TensorSpecs as plain data; None: those in the folder) over the group of `epoch`; or load the
+    safetensors folder `path`, for those who can't ask vLLM to reload.
     """
 
     folder: str

@@ -1,0 +1,83 @@
+"""The sidecar as a process: join the bus, adopt what the sources list, until told to stop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlbus.config import BusConfig
+from rlbus.connecting import connect_bus
+from rlbus.errors import ConfigError
+from rlbus.workers.config import AgentConfig
+from rlbus.workers.dynamo.adoption import Adopting, Adoption, Discovery, Source, StaticUrl
+from rlbus.workers.dynamo.engine import EngineOptions
+from rlbus.workers.peer_http import Peer
+from rlbus.workers.supervisor.supervise import stop_signal
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where Dynamo's workers are found. `discovery` are frontends with their RL port, `system_urls` workers;
+    `component` is the part of the frontends' fleet that is meant, and the component of a worker that doesn't say its own.
+    """
+
+    discovery: Sequence[str] = ()
+    system_urls: Sequence[str] = ()
+    component: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def peer(self, url: str) -> Peer:
+        """A URL with the credentials. Raises ConfigError."""
+        return Peer.of(url, api_key=self.api_key, headers=self.headers)
+
+    def sources(self) -> list[Source]:
+        """One for each URL.
+
+        Raises:
+            ConfigError: a URL can't be one, is there twice, or there is none.
+        """
+        urls = [self.peer(url).url for url in (*self.discovery, *self.system_urls)]
+        twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
+        if twice is not None:
+            raise ConfigError("url", twice, "it is given twice")
+        if not urls:
+            raise ConfigError("--discovery", None, "name a Dynamo frontend's RL port, or a worker with --system-url")
+        found: list[Source] = [Discovery(self.peer(url), self.component) for url in self.discovery]
+        return [*found, *(StaticUrl(self.peer(url), self.component) for url in self.system_urls)]
+
+
+async def serve(
+    bus_config: BusConfig,
+    where: Where,
+    *,
+    config: AgentConfig | None = None,
+    options: EngineOptions | None = None,
+    on_ready: Callable[[Adoption], None] | None = None,
+    on_change: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Adopt until SIGTERM or SIGINT. The CLI calls it, on the main thread.
+
+    Args:
+        on_ready: called once the bus is there; nobody need be adopted yet.
+        on_change: hears who was adopted, who left, and who is left out.
+
+    Raises:
+        ConfigError: a URL or a setting is wrong. BrokenError: no bus.
+    Cancel: everybody leaves, with a goodbye.
+    """
+    sources = where.sources()
+    how = Adopting(
+        namespace=bus_config.namespace,
+        agent=AgentConfig.from_env() if config is None else config,
+        peer_of=where.peer,
+        options=EngineOptions() if options is None else options,
+        on_change=on_change,
+    )
+    try:
+        async with await connect_bus(bus_config, name="rlbus-dynamo") as bus, stop_signal() as stopped:
+            adoption = Adoption(bus, sources, how)
+            if on_ready is not None:
+                on_ready(adoption)
+            await adoption.run(stopped)
+    finally:
+        for source in sources:
+            await source.aclose()
