@@ -57,6 +57,7 @@ def worker_dynamo(
     """
     out = Output(json)
     log_as_service()
+    roots = tuple(str(Path(root).absolute()) for root in weight_root or ())
 
     async def serve() -> ExitCode:
         from rlbus.workers.config import AgentConfig
@@ -66,7 +67,6 @@ def worker_dynamo(
 
         bus_config = BusConfig.from_env(url=url, namespace=namespace)
         where = Where(discovery or (), system_url or (), component, _key(api_key_env), _headers(header or []))
-        roots = tuple(str(Path(root).absolute()) for root in weight_root or ())
 
         def tell(_adoption: object) -> None:
             if json:

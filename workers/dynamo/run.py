@@ -15,8 +15,9 @@ from rlbus.workers.supervisor.supervise import stop_signal
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where Dynamo's workers are found. `discovery` are frontends with their RL port, `system_urls` workers;
-    `component` is the part of the frontends' fleet that is meant, and the component of a worker that doesn't say its own.
+    """Where Dynamo's workers are found: `discovery` are frontends with their RL port, `system_urls` workers.
+
+    `component` is the part of the frontends' fleet that is meant, and that of a worker which doesn't say its own.
     """
 
     discovery: Sequence[str] = ()
