@@ -18,7 +18,7 @@ def expected_tensors(model_config: Any) -> ExpectedTensors | None:
     """
     is_tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
     try:
-        folder = _folder(model_config)
+        folder = checkpoint_folder(model_config.model, model_config.revision)
         return expect(read_folder(folder), is_head_tied=is_tied, source=f"the checkpoint in {folder}")
     except CheckpointError as exc:
         _log.info("the model's tensors are taken from its configuration, since %s", exc)
@@ -29,17 +29,21 @@ def expected_tensors(model_config: Any) -> ExpectedTensors | None:
         return None
 
 
-def _folder(model_config: Any) -> Path:
-    """Where the model's files are. A name on a hub is looked up in the local cache only: vLLM has loaded it."""
-    path = Path(model_config.model)
+def checkpoint_folder(model: str, revision: str | None) -> Path:
+    """Where the model's files are. A name on a hub is looked up in the local cache only: vLLM has loaded it.
+
+    Raises:
+        CheckpointError: there are none on this machine.
+    """
+    path = Path(model)
     if path.is_dir():
         return path
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except Exception as exc:
-        raise CheckpointError(model_config.model, "is no folder, and isn't in the local cache") from exc
+        raise CheckpointError(model, "is no folder, and isn't in the local cache") from exc
 
 
 def _from_config(model_config: Any, is_tied: bool) -> ExpectedTensors:
