@@ -33,12 +33,13 @@ from rlbus.workers.dynamo.rpc import DynamoRpc
 from rlbus.workers.dynamo.surface import Began, Surface
 from rlbus.workers.dynamo.tensors import model_tensors
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.found import Found
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.peer_http import Peer, PeerClient
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, RankOutcome
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, RankOutcome
 from rlbus.workers.vllm_server.updates import CALL_S, Updates
 
 _log = logging.getLogger("rlbus.workers")
@@ -103,6 +104,7 @@ class DynamoEngine:
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
+        self._found: Found | None = None
         self._outlived = outlived
         # When the worker's process began; None if it doesn't say.
         self.began: Began | None = None
@@ -118,6 +120,12 @@ class DynamoEngine:
         return self._info
 
     @property
+    def found(self) -> Found:
+        """See `FoundEngine`."""
+        assert self._found is not None, "the engine has not been started"
+        return self._found
+
+    @property
     def death(self) -> str | None:
         """Why the worker can't be helped by this adapter any more; None while it can."""
         return self._surface.gone or self._calls.death
@@ -131,16 +139,12 @@ class DynamoEngine:
             raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text))
         self._expected = await asyncio.to_thread(model_tensors, listed.model, self._options.model_dir)
         self._exchange = Exchange(self._options.run_dir)
-        has_transfer = self._expected is not None and await self._has_transfer()
-        self._updates = Updates(
-            self._rpc,
-            self._calls,
-            self._exchange,
-            world_size=self._world_size,
-            first_dp_index=0,  # Dynamo's RL mode refuses data parallelism
-            expected=self._expected,
-            has_transfer=has_transfer,
-        )
+        is_torn = await self._take_over(self._exchange)
+        has_transfer = is_torn is not None
+        if is_torn is None:
+            self._updates = self._make_updates(self._exchange, has_transfer=False)
+        is_paused = await self._surface.is_paused() if _DISK in listed.routes else None
+        self._found = Found(await self._surface.label(), is_paused is True, is_torn is True)
         self._info = EngineInfo(
             engine="dynamo",
             model=listed.model,
@@ -163,21 +167,36 @@ class DynamoEngine:
             found |= {_DISTRIBUTED, "get_weight_checksums"}
         return frozenset(found)
 
-    async def _has_transfer(self) -> bool:
-        """Whether every rank answers a question as only our transfer backend does, and through our folder."""
+    def _make_updates(self, exchange: Exchange, *, has_transfer: bool) -> Updates:
+        return Updates(
+            self._rpc,
+            self._calls,
+            exchange,
+            world_size=self._world_size,
+            first_dp_index=0,  # Dynamo's RL mode refuses data parallelism
+            expected=self._expected,
+            has_transfer=has_transfer,
+        )
+
+    async def _take_over(self, exchange: Exchange) -> bool | None:
+        """Whether an update was left open in the middle of the weights; None without our transfer backend, which every
+        rank has to answer for, in our folder.
+        """
         wanted = self._options.has_transfer
-        if not self._listed.routes >= _GROUP or wanted is False or (wanted is None and self._world_size > 1):
-            return False
+        if self._expected is None or not self._listed.routes >= _GROUP or wanted is False:
+            return None
+        if wanted is None and self._world_size > 1:
+            return None
+        self._updates = self._make_updates(exchange, has_transfer=True)
         try:
-            await self._ask_ranks(HELLO)
+            return await self._updates.take_over()
         except EngineDeadError:
             raise
         except EngineError as exc:
             if wanted:
                 raise
             _log.info("%s takes no updates over a group: %s", self._listed.who, exc)
-            return False
-        return True
+            return None
 
     async def _ask_ranks(self, question: str) -> list[RankOutcome]:
         assert self._exchange is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlbus.workers.dynamo.surface import DynamoError, Surface
 from rlbus.workers.vllm_server.exchange import CallFolder
-from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TRANSFER_S
+from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TORN, TRANSFER_S
 
 _GROUP, _DISTRIBUTED, _DISK = (
     "init_weights_update_group",
@@ -38,6 +38,8 @@ class DynamoRpc:
             case "init_weight_transfer_engine":
                 await self._surface.call(_GROUP, {"engine_rpc": method, **kwargs}, CALL_S)
             case "reload_weights":
+                # Dynamo loads on when we are gone, and the label of before would then be a lie.
+                await self._surface.set_label(TORN, CALL_S)
                 await self._surface.call(_DISK, {"model_path": kwargs["weights_path"]}, LOAD_S)
             case _:
                 info = await asyncio.to_thread(_slim, kwargs["update_info"])
