@@ -133,7 +133,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str] | None) -> int | None:
-        """End those requests, or all; the number ended, None if the engine doesn't tell. Unknown ids are not an error.
+        """End those requests, or all; the number ended, None if the engine doesn't count. Unknown ids are not an error.
         Works beside a mutation.
 
         Cancel: some may have ended.
