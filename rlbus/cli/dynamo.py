@@ -1,5 +1,6 @@
 """`rlbus worker dynamo`: a whole Dynamo fleet, adopted by one command."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated
@@ -57,15 +58,18 @@ def worker_dynamo(
     """
     out = Output(json)
     log_as_service()
+    # One line for each of their calls would be most of the log.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     roots = tuple(str(Path(root).absolute()) for root in weight_root or ())
 
     async def serve() -> ExitCode:
-        from rlbus.workers.config import AgentConfig
+        from rlbus.workers.config import AgentConfig, user_state_dir
         from rlbus.workers.dynamo.engine import EngineOptions
         from rlbus.workers.dynamo.run import Where
         from rlbus.workers.dynamo.run import serve as serve_dynamo
 
         bus_config = BusConfig.from_env(url=url, namespace=namespace)
+        state_dir = os.environ.get("RLBUS_STATE_DIR") or str(user_state_dir(os.environ))
         where = Where(discovery or (), system_url or (), component, _key(api_key_env), _headers(header or []))
 
         def tell(_adoption: object) -> None:
@@ -76,7 +80,8 @@ def worker_dynamo(
         await serve_dynamo(
             bus_config,
             where,
-            config=AgentConfig.from_env(weight_roots=roots or None),
+            # Dynamo's instance ids are those of its processes: whoever is met again is the same one.
+            config=AgentConfig.from_env(weight_roots=roots or None, state_dir=state_dir),
             options=EngineOptions(model_dir, transfer),
             on_ready=tell,
             on_change=lambda text: typer.echo(f"rlbus: {text}", err=True),

@@ -6,8 +6,7 @@ transfer backend chosen (`--weight-transfer-config '{"backend": "rlbus"}'`): whe
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,8 +109,8 @@ class DynamoEngine:
         self.began: Began | None = None
         # What was commanded last; before that nobody knows.
         self._commanded = Generation.UNKNOWN
-        # Calls of ours that hold Dynamo's lock, so that its flag can't be asked for.
-        self._num_holding = 0
+        # Held around everything that pauses or resumes: a flush or an abort of all ends as it has begun.
+        self._switch = asyncio.Lock()
 
     @property
     def info(self) -> EngineInfo:
@@ -160,7 +159,8 @@ class DynamoEngine:
             found |= {_PAUSE, _RESUME}
             # Dynamo's own flush says "ok" when nothing was flushed; emptying them with a pause doesn't.
             found.add(_FLUSH)
-        found |= {_ABORT} & listed
+        if {_ABORT, _PAUSE, _RESUME} <= listed:
+            found.add(_ABORT)
         if self._expected is not None and {_DISK, _PAUSE} <= listed:
             found.add(_DISK)
         if has_transfer:
@@ -258,8 +258,8 @@ class DynamoEngine:
         return None if uptime_s is None else Began(asked_s - uptime_s, loop.time() - uptime_s)
 
     async def observe(self) -> Observed:
-        """Ask Dynamo: its own pause flag and its label. While a call of ours holds its lock the flag can't be asked
-        for; then, and where it has no route by which to tell, what was commanded is said.
+        """Ask Dynamo: its own pause flag and its label. While we pause or resume it the flag can't be asked for; then,
+        and where it has no route by which to tell, what was commanded is said.
 
         Raises: EngineError, EngineDeadError. Cancel: leaves nothing.
         """
@@ -270,20 +270,11 @@ class DynamoEngine:
         await self._surface.call("liveness_probe", {}, CALL_S)
         label = await self._surface.label()
         generation = self._commanded
-        if self._num_holding == 0 and _DISK in self._listed.routes:
+        if not self._switch.locked() and _DISK in self._listed.routes:
             is_paused = await self._surface.is_paused()
             if is_paused is not None:
                 generation = Generation.PAUSED if is_paused else Generation.RUNNING
         return Observed(generation, label)
-
-    @asynccontextmanager
-    async def _holding(self) -> AsyncIterator[None]:
-        """Around calls that hold Dynamo's lock."""
-        self._num_holding += 1
-        try:
-            yield
-        finally:
-            self._num_holding -= 1
 
     # --- generation
 
@@ -293,23 +284,26 @@ class DynamoEngine:
         Cancel: the engine is, or becomes, paused, a wait among it: Dynamo goes on without its caller.
         """
         self._calls.check_alive()
-        await self._pause(mode.value, clear_cache, WAIT_S if mode is PauseMode.WAIT else CALL_S)
-        if _DISK in self._listed.routes and await self._surface.is_paused() is False:
-            text = "the engine was resumed by somebody else while it was being paused"
-            raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text, retryable=True))
+        async with self._switch:
+            await self._pause(mode, clear_cache, WAIT_S if mode is PauseMode.WAIT else CALL_S)
+            if _DISK in self._listed.routes and await self._surface.is_paused() is False:
+                text = "the engine was resumed by somebody else while it was being paused"
+                raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text, retryable=True))
         return PausedData()
 
-    async def _pause(self, mode: str, clear_cache: bool, limit_s: float) -> None:
-        async with self._holding():
-            await self._surface.call(_PAUSE, {"mode": mode, "clear_cache": clear_cache}, limit_s)
-            self._commanded = Generation.PAUSED
+    async def _pause(self, mode: PauseMode, clear_cache: bool, limit_s: float) -> None:
+        await self._surface.call(_PAUSE, {"mode": mode.value, "clear_cache": clear_cache}, limit_s)
+        self._commanded = Generation.PAUSED
 
     async def resume(self) -> None:
         """See `Engine`. After a wait that was given up it comes once Dynamo is done with that."""
         await self._calls.settle(CALL_S)
-        async with self._holding():
-            await self._surface.call(_RESUME, {}, CALL_S)
-            self._commanded = Generation.RUNNING
+        async with self._switch:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        await self._surface.call(_RESUME, {}, CALL_S)
+        self._commanded = Generation.RUNNING
 
     async def flush_cache(self) -> None:
         """See `Engine`. By a pause that empties the caches, which fails if one stays: Dynamo's own flush doesn't say
@@ -317,28 +311,33 @@ class DynamoEngine:
         """
         await self._calls.settle(CALL_S)
         try:
-            was_paused = await self._is_paused()
-            try:
-                await self._pause(PauseMode.KEEP.value, True, CALL_S)
-            finally:
-                if not was_paused:
-                    await self.resume()
+            await self._pause_for_a_moment(PauseMode.KEEP, True)
         except EngineDeadError:
             raise
         except EngineError as exc:
             raise refused(FaultCode.FLUSH_FAILED, exc.fault.message) from exc
 
-    async def _is_paused(self) -> bool:
-        said = await self._surface.is_paused() if _DISK in self._listed.routes else None
-        return self._commanded is Generation.PAUSED if said is None else said
+    async def _pause_for_a_moment(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause, and run again if it ran. Cancel: likewise."""
+        async with self._switch:
+            said = await self._surface.is_paused() if _DISK in self._listed.routes else None
+            was_paused = self._commanded is Generation.PAUSED if said is None else said
+            try:
+                await self._pause(mode, clear_cache, CALL_S)
+            finally:
+                if not was_paused:
+                    await self._resume()
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         """See `Engine`. Ids are those of Dynamo's answers, with or without `cmpl-`. Dynamo doesn't say whether it knew
-        one, so nothing is counted. All of them at once it can't end: that is what a pause with `abort` does.
+        one, so nothing is counted. All of them end by a pause with `abort`, which lets none in meanwhile.
         """
         if request_ids is None:
-            text = "Dynamo ends requests by id only; pause with mode abort to end all"
-            raise refused(FaultCode.NO_ROUTE, text)
+            if self._switch.locked() or self._calls.is_held_paused:
+                text = "Dynamo is being paused or resumed, or changes its weights; abort by id meanwhile"
+                raise refused(FaultCode.BUSY, text)
+            await self._pause_for_a_moment(PauseMode.ABORT, False)
+            return
         turn = asyncio.Semaphore(MAX_ABORTS)
 
         async def one(request_id: str) -> None:

@@ -10,6 +10,7 @@ Registered as "gloo" (through host memory, whatever the device) and as "rlbus" (
 not been run on a GPU yet).
 """
 
+import hashlib
 import logging
 import threading
 import time
@@ -119,19 +120,21 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if question == HELLO:
             return RankOutcome(device=self.device.type, is_open=self._is_open, weights_touched=self._is_reloading)
         if question == CHECKSUMS:
-            return RankOutcome(digests=self._digests())
+            try:
+                return RankOutcome(digests=self._digests())
+            except Exception as exc:  # noqa: BLE001 - raised, it would leave the ranks out of step
+                return RankOutcome(fault=_fault(exc, FaultCode.ENGINE_FAILED))
         text = f"this rank has no answer to {question!r}; it runs another version of rlbus than who asks"
         return RankOutcome(fault=Fault(code=FaultCode.NO_ROUTE, message=text))
 
     def _digests(self) -> dict[str, str]:
         """As vLLM's own checksums, by vLLM's own names, for whoever can't ask vLLM for them."""
         from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
-        from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
         groups = (("pp", get_pp_group()), ("pcp", get_pcp_group()), ("tp", get_tp_group()))
         ranks = "".join(f"{name}{group.rank_in_group}:" for name, group in groups)
         prefix = f"dp{self.parallel_config.data_parallel_index}:{ranks}"
-        return {prefix + name: digest for name, digest in compute_tensor_digests(self.model).items()}
+        return {prefix + name: digest for name, digest in _tensor_digests(self.model).items()}
 
     def start_weight_update(self) -> None:
         """Nothing is taken apart before the first tensor is there."""
@@ -276,6 +279,20 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             initialize_layerwise_reload(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         self._is_reloading = self._is_loaded = False
+
+
+def _tensor_digests(model: torch.nn.Module) -> dict[str, str]:
+    """sha256 of every parameter's bytes. vLLM has that from 0.32 on."""
+    try:
+        from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+    except ImportError:
+        return {name: _sha256(parameter.detach()) for name, parameter in model.named_parameters()}
+    digests: dict[str, str] = compute_tensor_digests(model)
+    return digests
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def _tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,110 @@
+"""A real Dynamo worker in the contract suite, behind a real Dynamo front end; rlbus is installed beside its vLLM."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from rlbus.workers.engines.contract import EngineCase, Generated
+from tests.engines.cases_vllm import OpenedVllm
+from tests.peers import dynamo
+from tests.peers.programs import Programs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rlbus.workers.engines.base import Engine
+
+# A stream of tokens may be silent while the engine is paused, but not longer than a test.
+_SILENCE_S = 60.0
+
+
+class _Opened(OpenedVllm):
+    """Requests go through the front end, which gives them ids of its own: `engine` knows them by the suite's."""
+
+    def __init__(self, fleet: dynamo.Dynamo, engine: "Engine", plane: Any, weights: "Mapping[str, Any]") -> None:
+        self._ids: dict[str, str] = {}
+        super().__init__(None, _Renamed(engine, self._ids), plane, weights)
+        self._http = httpx.AsyncClient(base_url=fleet.http_url, timeout=_SILENCE_S, trust_env=False)
+        self._model = str(fleet.model)
+
+    async def generate(
+        self, prompt: tuple[int, ...], num_tokens: int, request_id: str, on_token: Callable[[], None] | None = None
+    ) -> Generated:
+        body = dynamo.completion_body(self._model, prompt, num_tokens, stream=True)
+        tokens: tuple[int, ...] = ()
+        finish = ""
+        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                self._ids[request_id] = chunk["id"]
+                if on_token is not None:
+                    on_token()
+                for choice in chunk["choices"]:
+                    finish = choice.get("finish_reason") or finish
+                found = ((chunk.get("nvext") or {}).get("engine_data") or {}).get("completion_token_ids")
+                tokens = tokens if found is None else tuple(found)
+        # With `ignore_eos` nothing stops by itself: it is Dynamo's word for what was aborted.
+        return Generated(tokens, "abort" if finish == "stop" else finish)
+
+    async def aclose(self) -> None:
+        """Drop the requests' connections."""
+        await self._http.aclose()
+
+
+class _Renamed:
+    """The engine, with the suite's names of requests for those that Dynamo gave them."""
+
+    def __init__(self, engine: "Engine", ids: "Mapping[str, str]") -> None:
+        self._engine = engine
+        self._ids = ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def abort(self, request_ids: "Sequence[str] | None") -> int | None:
+        """By Dynamo's ids."""
+        known = None if request_ids is None else [self._ids.get(name, name) for name in request_ids]
+        return await self._engine.abort(known)
+
+
+@asynccontextmanager
+async def _open(folder: Path) -> AsyncIterator[_Opened]:
+    from safetensors.torch import load_file
+
+    from rlbus.transfer.torch_plane import TorchPlane
+    from rlbus.workers.dynamo.engine import DynamoEngine, EngineOptions
+    from rlbus.workers.dynamo.listing import parse_answer
+    from rlbus.workers.peer_http import Peer
+
+    async with dynamo.dynamo(folder, Programs(folder)) as fleet:
+        worker, url = fleet.start_worker("--weight-transfer-config", json.dumps({"backend": "gloo"}))
+        await asyncio.to_thread(fleet.until_listed, worker, url)
+        (listed,) = parse_answer({"protocol_version": 1, "workers": fleet.listed()}).workers
+        plane = TorchPlane("gloo")
+        engine = DynamoEngine(listed, Peer.of(url), EngineOptions(run_dir=str(folder)))
+        try:
+            await engine.start()
+            opened = _Opened(fleet, engine, plane, load_file(fleet.model / "model.safetensors"))
+            yield opened
+            await opened.aclose()
+        finally:
+            await engine.aclose()
+            await plane.aclose()
+
+
+CASE = EngineCase(
+    name="dynamo",
+    open=_open,
+    missing=lambda: None if dynamo.is_there() else "Dynamo, which `make test-peers` fetches",
+    long_tokens=1200,
+    settle_s=0.3,
+    open_s=300.0,
+    counts_requests=False,
+)
