@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import httpx
+
 from rlbus.bus import Bus
 from rlbus.errors import DeadlineError, EngineDeadError, EngineError, RLBusError
 from rlbus.schemas import Fault, FaultCode
@@ -58,12 +60,14 @@ class Source(Protocol):
 class Discovery:
     """The RL discovery of a Dynamo frontend. With `component` only that part of its fleet."""
 
-    def __init__(self, peer: Peer, component: str | None = None, *, client: PeerClient | None = None) -> None:
+    def __init__(
+        self, peer: Peer, component: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         # People paste either form of the URL.
         self._peer = Peer(peer.url.removesuffix(DISCOVERY_PATH), peer.headers)
         self.name = self._peer.url
         self._component = component
-        self._client = PeerClient(self._peer, what="Dynamo's discovery") if client is None else client
+        self._client = PeerClient(self._peer, what="Dynamo's discovery", transport=transport)
 
     async def ask(self) -> Answer:
         """See `Source`."""
@@ -77,10 +81,12 @@ class Discovery:
 class StaticUrl:
     """One worker at a `system_url` that the user names. What it is it says itself."""
 
-    def __init__(self, peer: Peer, component: str | None = None, *, client: PeerClient | None = None) -> None:
+    def __init__(
+        self, peer: Peer, component: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         self.name = peer.url
         self._component = component or DEFAULT_COMPONENT
-        self._client = PeerClient(peer, what="Dynamo worker") if client is None else client
+        self._client = PeerClient(peer, what="Dynamo worker", transport=transport)
 
     async def ask(self) -> Answer:
         """See `Source`. A worker that isn't there is an error here, and not an empty list: it may only be starting."""
@@ -94,7 +100,7 @@ class StaticUrl:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopting:
     """How workers are adopted. `peer_of` puts the credentials to a worker's URL; `on_change` hears what people want to
-    know: who was adopted, who left, who is left out, and why.
+    know: who was adopted, who left, who is left out, and why. `transport` stands in for the network, in tests.
     """
 
     namespace: str
@@ -102,6 +108,7 @@ class Adopting:
     peer_of: Callable[[str], Peer]
     options: EngineOptions = field(default_factory=EngineOptions)
     on_change: Callable[[str], None] = lambda text: None
+    transport: httpx.AsyncBaseTransport | None = None
 
 
 class _Hosted:
@@ -223,7 +230,8 @@ class Adoption:
     async def _serve(self, listed: Listed) -> None:
         how, hosted = self._how, self._hosted[listed.who]
         peer = how.peer_of(listed.system_url)
-        engine = DynamoEngine(listed, peer, how.options, outlived=self._outlived.get(listed.who))
+        outlived = self._outlived.get(listed.who)
+        engine = DynamoEngine(listed, peer, how.options, outlived=outlived, transport=how.transport)
         try:
             await _start(engine)
             with opened(how.agent.state_dir, how.namespace, listed.component, listed.instance_id) as ledger:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from rlbus.errors import EngineDeadError, EngineError, refused
 from rlbus.schemas import (
     ChecksumsData,
@@ -81,6 +83,7 @@ class DynamoEngine:
         listed: what discovery says of it.
         peer: its `system_url` with what every call carries.
         outlived: when the process began that an earlier adapter gave up: it won't do.
+        transport: stands in for the network, in tests.
     """
 
     def __init__(
@@ -90,12 +93,12 @@ class DynamoEngine:
         options: EngineOptions | None = None,
         *,
         outlived: Began | None = None,
-        client: PeerClient | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._listed = listed
         self._options = EngineOptions() if options is None else options
         self._world_size = 1 if listed.world_size is None else listed.world_size
-        self._client = PeerClient(peer, what=f"Dynamo worker {listed.who}") if client is None else client
+        self._client = PeerClient(peer, what=f"Dynamo worker {listed.who}", transport=transport)
         self._surface = Surface(self._client)
         self._rpc = DynamoRpc(self._surface)
         self._calls = EngineCalls(self._rpc, self._world_size)
