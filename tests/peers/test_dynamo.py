@@ -137,7 +137,7 @@ def test_a_dynamo_fleet_is_adopted_paused_updated_and_resumed_by_one_command_eac
         await on.rlbus("update", "--from", str(weights), "--version", "1")
         assert await on.tokens() == expected_tokens(weights)
         member = (await on.members())[name]
-        assert member["status"]["weights"]["version"] == {"incarnation": 0, "step": 1}
+        assert member["status"]["weights"]["version"] == [0, 1]
         assert member["status"]["drift"] is None
         await trains(on, others)
         await shows_drift(on, url, name)

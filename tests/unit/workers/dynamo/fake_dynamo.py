@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 from safetensors.numpy import save_file
 
+from rlbus.errors import EngineDeadError
+from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.surface import ROUTES
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, RankOutcome
@@ -211,14 +213,15 @@ class FakeDynamo(httpx.AsyncBaseTransport):
         self.num_listed = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Answer, or refuse the connection."""
+        """Answer. Raises: EngineDeadError where the connection would be refused."""
         path, base = request.url.path, f"{request.url.scheme}://{request.url.netloc.decode()}"
         if base == RL_URL and not self.is_deaf:
             self.num_listed += 1
             return httpx.Response(200, content=json.dumps(self.listing))
         worker = self.workers.get(base)
         if worker is None or worker.began_s is None:
-            raise httpx.ConnectError("All connection attempts failed") from ConnectionRefusedError()
+            # What `PeerClient` makes of a refused connection, which it looks for on the network itself.
+            raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=f"nobody listens at {base}"))
         if path == "/health":
             return httpx.Response(200, json=worker.health())
         if path == "/metrics":
