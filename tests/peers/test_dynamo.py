@@ -176,9 +176,9 @@ def test_a_dynamo_fleet_is_adopted_paused_updated_and_resumed_by_one_command_eac
     play(tmp_path, act)
 
 
-def test_a_dead_worker_leaves_and_its_successor_is_caught_up(tmp_path: Path) -> None:
-    """SCENARIOS 8, 25: same URL, new process, new id; it serves nothing until it has the fleet's weights. And a sidecar
-    that is killed and started again finds its worker as it left it.
+def test_a_dead_worker_leaves_and_its_successor_is_not_admitted_before_an_update(tmp_path: Path) -> None:
+    """SCENARIOS 8, 25: same URL, new process, new id. And a sidecar that is killed and started again finds its worker
+    as it left it.
     """
     weights = make_tiny_model(tmp_path / "one", seed=1, max_positions=MAX_TOKENS)
 
@@ -191,7 +191,11 @@ def test_a_dead_worker_leaves_and_its_successor_is_caught_up(tmp_path: Path) -> 
         port = int(url.rpartition(":")[2])
         _, _, successor = await start(on, port)
         assert successor != name
-        await on.until(lambda members: members[successor]["admitted"])
+        member = (await on.members())[successor]
+        assert not member["admitted"]
+        assert member["status"]["weights"]["version"] is None
+        await on.rlbus("update", "--from", str(weights), "--version", "2")
+        assert (await on.members())[successor]["admitted"]
         assert await on.tokens() == expected_tokens(weights)
         on.sidecar.signal(signal.SIGTERM)
         await bye(on, successor)

@@ -292,7 +292,8 @@ def _tensor_digests(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    data: Any = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()
 
 
 def _tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:

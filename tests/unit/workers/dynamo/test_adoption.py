@@ -14,7 +14,7 @@ from rlbus.schemas import Announcement, Goodbye, WeightsState, WorkerMessage
 from rlbus.testing import LoopClock, MemoryBroker, run, sequential_ids
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.dynamo import adoption as adoption_module
-from rlbus.workers.dynamo.adoption import MAX_LIST_S, Adopting, Adoption, Discovery, StaticUrl
+from rlbus.workers.dynamo.adoption import MAX_LIST_S, Adopting, Adoption, Discovery, Source, StaticUrl
 from rlbus.workers.dynamo.engine import EngineOptions
 from rlbus.workers.dynamo.run import Where
 from rlbus.workers.peer_http import Peer
@@ -84,7 +84,7 @@ def play(dynamo: FakeDynamo, tmp_path: Path, act: Act, urls: tuple[str, ...] = (
             on_change=said.append,
             transport=dynamo,
         )
-        static = [StaticUrl(Peer.of(url), transport=dynamo) for url in urls]
+        static: list[Source] = [StaticUrl(Peer.of(url), transport=dynamo) for url in urls]
         sources = static or [Discovery(Peer.of(RL_URL), transport=dynamo)]
         stage = Stage(dynamo, Adoption(bus, sources, how), said)
         ears.subscribe(subjects.all_workers(NAMESPACE), WorkerMessage, lambda m, _: stage.hear(m))
