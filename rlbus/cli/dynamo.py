@@ -3,15 +3,19 @@
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlbus.cli.options import Json, Namespace, Url, run_command
+from rlbus.cli.options import Json, run_command
 from rlbus.cli.output import ExitCode, Output
-from rlbus.cli.run import WeightRoots, log_as_service
+from rlbus.cli.run import NoRestart, WeightRoots, log_as_service
+from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of
 from rlbus.config import BusConfig
-from rlbus.errors import ConfigError
+from rlbus.errors import BrokenError
+
+if TYPE_CHECKING:
+    from rlbus.workers.dynamo.run import Where
 
 Transfer = Annotated[
     bool | None,
@@ -25,14 +29,14 @@ Transfer = Annotated[
 def worker_dynamo(
     discovery: Annotated[
         list[str] | None,
-        typer.Option("--discovery", metavar="URL", help="RL port of a Dynamo frontend; may be repeated."),
+        typer.Option("--discovery", metavar="URL", help="RL port of a Dynamo front end; may be repeated."),
     ] = None,
-    system_url: Annotated[
+    url: Annotated[
         list[str] | None,
-        typer.Option("--system-url", metavar="URL", help="System port of a Dynamo worker; may be repeated."),
+        typer.Option("--url", metavar="URL", help="System port of a Dynamo worker; may be repeated."),
     ] = None,
-    url: Url = None,
-    namespace: Namespace = None,
+    bus: Bus = None,
+    namespace: FleetName = None,
     component: Annotated[
         str | None, typer.Option("--component", "-c", metavar="NAME", help="Only this part of Dynamo's fleet.")
     ] = None,
@@ -42,14 +46,9 @@ def worker_dynamo(
         typer.Option("--model-dir", metavar="DIR", help="Checkpoint of the model, if its name isn't its folder."),
     ] = None,
     transfer: Transfer = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option("--api-key-env", metavar="NAME", help="Variable with a bearer token for all calls to Dynamo."),
-    ] = None,
-    header: Annotated[
-        list[str] | None,
-        typer.Option("--header", metavar="NAME=VALUE", help="Header of all calls to Dynamo; may be repeated."),
-    ] = None,
+    api_key_env: ApiKeyEnv = None,
+    header: Header = None,
+    no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
     """Put the workers of an NVIDIA Dynamo fleet on the bus, each as a worker of its own.
@@ -61,48 +60,62 @@ def worker_dynamo(
     # One line for each of their calls would be most of the log.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     roots = tuple(str(Path(root).absolute()) for root in weight_root or ())
+    folder = None if model_dir is None else model_dir.absolute()
+
+    def where() -> "Where":
+        from rlbus.workers.dynamo.run import Where
+
+        found = Where(discovery or (), url or (), component, key_of(api_key_env), headers_of(header))
+        found.sources()  # what is wrong is said now, and not by another process
+        return found
+
+    def tell(pid: int) -> None:
+        if json:
+            out.document({"namespace": config().namespace, "pid": os.getpid(), "worker_pid": pid})
+        out.line(f"adopts Dynamo's workers into namespace {config().namespace}; Ctrl-C ends it")
+
+    def config() -> BusConfig:
+        return BusConfig.from_env(url=bus, namespace=namespace)
 
     async def serve() -> ExitCode:
-        from rlbus.workers.config import AgentConfig, user_state_dir
+        from rlbus.workers.config import AgentConfig
         from rlbus.workers.dynamo.engine import EngineOptions
-        from rlbus.workers.dynamo.run import Where
         from rlbus.workers.dynamo.run import serve as serve_dynamo
-
-        bus_config = BusConfig.from_env(url=url, namespace=namespace)
-        state_dir = os.environ.get("RLBUS_STATE_DIR") or str(user_state_dir(os.environ))
-        where = Where(discovery or (), system_url or (), component, _key(api_key_env), _headers(header or []))
-
-        def tell(_adoption: object) -> None:
-            if json:
-                out.document({"namespace": bus_config.namespace, "pid": os.getpid()})
-            out.line(f"adopts Dynamo's workers into namespace {bus_config.namespace}; Ctrl-C ends it")
+        from rlbus.workers.dynamo.supervisor import sidecar_state_dir
 
         await serve_dynamo(
-            bus_config,
-            where,
-            # Dynamo's instance ids are those of its processes: whoever is met again is the same one.
-            config=AgentConfig.from_env(weight_roots=roots or None, state_dir=state_dir),
-            options=EngineOptions(model_dir, transfer),
-            on_ready=tell,
+            config(),
+            where(),
+            config=AgentConfig.from_env(weight_roots=roots or None, state_dir=sidecar_state_dir()),
+            options=EngineOptions(folder, transfer),
+            on_ready=lambda: tell(os.getpid()),
             on_change=lambda text: typer.echo(f"rlbus: {text}", err=True),
         )
         return ExitCode.OK
 
-    run_command(out, serve)
+    async def supervise() -> ExitCode:
+        from rlbus.connecting import connect_bus
+        from rlbus.workers.dynamo.supervisor import supervise as supervise_dynamo
 
+        where()
+        given = (("--discovery", discovery), ("--url", url), ("--header", header))
+        arguments = [part for name, values in given for value in values or () for part in (name, value)]
+        single = (("--component", component), ("--model-dir", folder), ("--api-key-env", api_key_env))
+        arguments += [part for name, value in single if value is not None for part in (name, str(value))]
+        if transfer is not None:
+            arguments.append("--transfer" if transfer else "--no-transfer")
+        await (await connect_bus(config(), name="rlbus-worker")).aclose()
+        is_told: list[int] = []
 
-def _key(name: str | None) -> str | None:
-    """The token in a variable, which may not be missing if it was named. A token on a command line others can read."""
-    if name is None:
-        return None
-    if not os.environ.get(name):
-        raise ConfigError("--api-key-env", name, "that variable is not set")
-    return os.environ[name]
+        def on_ready(pid: int) -> None:
+            if not is_told:
+                tell(pid)
+            is_told.append(pid)
 
+        verbosity = 2 if logging.getLogger().level <= logging.DEBUG else 0
+        code = await supervise_dynamo(arguments, verbosity, bus_config=config(), weight_roots=roots, on_ready=on_ready)
+        if code != 0:
+            out.error(BrokenError("the sidecar of Dynamo", "it died again and again; its output above says why"))
+        return ExitCode(code) if code in (ExitCode.OK, ExitCode.USAGE) else ExitCode.FAILED
 
-def _headers(given: list[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in given]
-    wrong = next((name for name, equals, _ in pairs if not equals), None)
-    if wrong is not None:
-        raise ConfigError("--header", wrong, "use NAME=VALUE")
-    return {name: value for name, _, value in pairs}
+    run_command(out, serve if no_restart else supervise)

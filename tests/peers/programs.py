@@ -46,7 +46,6 @@ class Program:
 
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.name = name
-        self.argv = argv
         self.log = log
         with log.open("ab") as sink:
             self._process = subprocess.Popen(

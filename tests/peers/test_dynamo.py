@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import rlbus
 from rlbus.server import EmbeddedServer
+from rlbus.workers.supervisor.processes import tree
 from rlbus.workers.torch_lm.make import make_tiny_model
 from tests.peers.dynamo import MAX_TOKENS, Dynamo, dynamo
 from tests.peers.programs import Program, Programs, clean_env
@@ -201,10 +202,10 @@ def test_a_dead_worker_leaves_and_its_successor_is_not_admitted_before_an_update
         await bye(on, successor)
 
     async def survives_its_sidecar(on: Stage, name: str) -> None:
+        """Killed alone, it is started again by its supervisor."""
         before = (await on.members())[name]
-        argv = on.sidecar.argv
-        on.sidecar.kill()
-        on.sidecar = on.programs.start("sidecar", argv, on.env)
+        (pid,) = {process.pid for process in tree(on.sidecar.pid)[1:]}
+        os.kill(pid, signal.SIGKILL)
         after = await on.until(lambda members: name in members and members[name]["boot_id"] != before["boot_id"])
         assert after[name]["status"]["weights"] == before["status"]["weights"]
 

@@ -1,7 +1,9 @@
 """The sidecar as a process: join the bus, adopt what the sources list, until told to stop."""
 
+import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus
@@ -10,6 +12,7 @@ from rlbus.workers.config import AgentConfig
 from rlbus.workers.dynamo.adoption import Adopting, Adoption, Discovery, Source, StaticUrl
 from rlbus.workers.dynamo.engine import EngineOptions
 from rlbus.workers.peer_http import Peer
+from rlbus.workers.supervisor.beats import Beats
 from rlbus.workers.supervisor.supervise import stop_signal
 
 
@@ -41,7 +44,7 @@ class Where:
         if twice is not None:
             raise ConfigError("url", twice, "it is given twice")
         if not urls:
-            raise ConfigError("--discovery", None, "name a Dynamo frontend's RL port, or a worker with --system-url")
+            raise ConfigError("--discovery", None, "name the RL port of a Dynamo front end, or a worker's --url")
         found: list[Source] = [Discovery(self.peer(url), self.component) for url in self.discovery]
         return [*found, *(StaticUrl(self.peer(url), self.component) for url in self.system_urls)]
 
@@ -52,10 +55,10 @@ async def serve(
     *,
     config: AgentConfig | None = None,
     options: EngineOptions | None = None,
-    on_ready: Callable[[Adoption], None] | None = None,
+    on_ready: Callable[[], None] = lambda: None,
     on_change: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Adopt until SIGTERM or SIGINT. The CLI calls it, on the main thread.
+    """Adopt until SIGTERM or SIGINT. The CLI calls it, on the main thread. Under a supervisor it gives signs of life.
 
     Args:
         on_ready: called once the bus is there; nobody need be adopted yet.
@@ -66,19 +69,27 @@ async def serve(
     Cancel: everybody leaves, with a goodbye.
     """
     sources = where.sources()
+    beats = Beats.from_env(os.environ)
+    agent = AgentConfig.from_env() if config is None else config
     how = Adopting(
         namespace=bus_config.namespace,
-        agent=AgentConfig.from_env() if config is None else config,
+        # A worker that comes back within this process is another boot of it.
+        agent=replace(agent, boot_id=None),
         peer_of=where.peer,
         options=EngineOptions() if options is None else options,
         on_change=on_change,
     )
     try:
         async with await connect_bus(bus_config, name="rlbus-dynamo") as bus, stop_signal() as stopped:
-            adoption = Adoption(bus, sources, how)
-            if on_ready is not None:
-                on_ready(adoption)
-            await adoption.run(stopped)
+            beating = None if beats is None else asyncio.get_running_loop().create_task(beats.run())
+            try:
+                on_ready()
+                if beats is not None:
+                    beats.ready()
+                await Adoption(bus, sources, how).run(stopped)
+            finally:
+                if beating is not None:
+                    beating.cancel()
     finally:
         for source in sources:
             await source.aclose()

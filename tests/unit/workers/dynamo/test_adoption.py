@@ -289,7 +289,7 @@ def test_a_silent_process_is_given_up_after_a_while_and_not_at_once(tmp_path: Pa
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        (Where(), "name a Dynamo frontend"),
+        (Where(), "name the RL port"),
         (Where(discovery=("http://a:1", "http://a:1/")), "given twice"),
         (Where(system_urls=("http://0.0.0.0:1",)), "address to listen on"),
         (Where(discovery=("a:1",)), "http://HOST:PORT"),
