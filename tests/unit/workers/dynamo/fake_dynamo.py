@@ -74,6 +74,8 @@ class FakeWorker:
     has_transfer: bool = True
     # Its process: None is gone.
     began_s: float | None = 0.0
+    # How long its answer about its health is on the way.
+    late_s: float = 0.0
     # What a route answers instead: (status, content).
     broken: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     # Routes that wait for this before they answer.
@@ -223,7 +225,9 @@ class FakeDynamo(httpx.AsyncBaseTransport):
             # What `PeerClient` makes of a refused connection, which it looks for on the network itself.
             raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=f"nobody listens at {base}"))
         if path == "/health":
-            return httpx.Response(200, json=worker.health())
+            health = worker.health()
+            await asyncio.sleep(worker.late_s)
+            return httpx.Response(200, json=health)
         if path == "/metrics":
             return httpx.Response(200, text=worker.metrics())
         body = json.loads(await request.aread() or b"{}")

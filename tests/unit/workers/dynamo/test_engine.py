@@ -268,8 +268,9 @@ def test_another_process_in_its_place_is_death_and_a_late_answer_is_not(tmp_path
     async def check(engine: DynamoEngine) -> None:
         await asyncio.sleep(100.0)
         await engine.check_alive(1.0)
-        worker.began_s = -3.0  # an answer that was 3 s on its way
-        await engine.check_alive(1.0)
+        worker.late_s = 3.0
+        await engine.check_alive(5.0)
+        worker.late_s = 0.0
         worker.began_s = asyncio.get_running_loop().time()
         with pytest.raises(EngineDeadError, match="was restarted"):
             await engine.observe()
