@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from rlbus.workers.engines.contract import EngineCase, Generated
-from tests.engines.cases_vllm import _Opened as _Weighted
+from tests.engines.cases_vllm import OpenedVllm as _Weighted
 from tests.peers.programs import Programs, free_port
 
 API_KEY = "contract-key"

@@ -81,17 +81,19 @@ class EngineCase:
         open: starts the engine, given a folder for its files. Entered and left in one task, on the loop that all tests
             of the case share.
         requires: modules that must be installed; without one of them the case is skipped, and says so.
+        missing: what else isn't there, in words, None if nothing is missing.
         loop_factory: makes that loop (None: asyncio's own).
         long_tokens: length of a request that is sure to run still when the suite pauses or aborts it.
         settle_s: how long to watch that a paused engine stays still.
         open_s, limit_s: bounds of the start and of each test, in seconds of that loop.
-        counts_requests: whether pause says how many requests it ended or holds.
+        counts_requests: whether pause and abort say how many requests they ended or hold.
         takes_other_dtypes: whether a float16 tensor may be sent for a float32 one.
     """
 
     name: str
     open: Callable[[Path], AbstractAsyncContextManager[OpenedEngine]]
     requires: tuple[str, ...] = ()
+    missing: Callable[[], str | None] = lambda: None
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     long_tokens: int = 200
     settle_s: float = 0.1

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from rlbus.errors import EngineDeadError
+from rlbus.errors import ConfigError, EngineDeadError
 from rlbus.schemas import (
     ChecksumsData,
     Fault,
@@ -110,6 +110,9 @@ class VllmHttpEngine:
         try:
             await until_healthy(self._client, poll_s=POLL_S, tell_s=TELL_S)
         except PeerError as exc:
+            if exc.is_missing:
+                problem = "there is no /health: that isn't the base URL of a vLLM server"
+                raise ConfigError("url", self._peer.url, problem) from exc
             raise denied(exc) from exc
         facts = self._facts = await ask(self._client)
         if self._run_dir is not None:
@@ -183,11 +186,11 @@ class VllmHttpEngine:
         """See `VllmEngine.flush_cache`."""
         await self._ready().flush_cache()
 
-    async def abort(self, request_ids: Sequence[str] | None) -> int:
+    async def abort(self, request_ids: Sequence[str] | None) -> int | None:
         """See `Engine`. Ids are those of vLLM, or the X-Request-Id of a request to it.
 
-        The count is exact of a server with rlbus's plugin. Without it, vLLM tells a number only for all of them, and
-        0 stands for the named ones: they are aborted, nobody knows how many there were. Cancel: some may have ended.
+        A server without rlbus's plugin doesn't say how many of the named ones there were, only how many of all.
+        Cancel: some may have ended.
         """
         llm, known = self._remote(), await self._requests()
         if request_ids is None:
@@ -195,7 +198,7 @@ class VllmHttpEngine:
             return counted if known is None else len(known)
         if known is None:
             await llm.abort_requests([own for name in request_ids for own in _ids_of(name)])
-            return 0
+            return None
         chosen = [own for own in known if set(_names_of(own)) & set(request_ids)]
         if chosen:
             await llm.abort_requests(chosen)
