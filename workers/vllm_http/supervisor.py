@@ -192,7 +192,11 @@ async def supervise_pair(
 
 
 async def run_pair(pair: Pair, of_agent: Supervision, policy: RestartPolicy, stopped: asyncio.Event) -> int:
-    """Keep both running. The agent is stopped first, so that it can say goodbye while its engine stands."""
+    """Keep both running until `stopped` (0), or until one of them gives up (its code). The agent is stopped first, so
+    that it can say goodbye while its engine stands.
+
+    Cancel: both are stopped, and killed after `supervise.STOP_S`.
+    """
     agent_stopped, server_stopped = asyncio.Event(), asyncio.Event()
     server = asyncio.ensure_future(
         keep_running(pair.server, Supervision(who=f"{of_agent.who} server"), Restarts(policy), server_stopped)

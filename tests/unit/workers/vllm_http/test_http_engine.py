@@ -189,6 +189,14 @@ def test_unhealthy_server_is_waited_for(server: FakeServer) -> None:
     run(main())
 
 
+def test_url_of_something_else_is_told_at_once(server: FakeServer) -> None:
+    """With `/v1` at its end, say: nobody waits for that to become healthy."""
+    server.instead["/health"] = lambda: httpx.Response(404)
+    error = start_fails(server)
+    assert isinstance(error, ConfigError)
+    assert "isn't the base URL of a vLLM server" in str(error)
+
+
 def test_advertised_host_takes_the_place_of_the_urls(server: FakeServer) -> None:
     """SCENARIOS 58: in brackets if it is an IPv6 address."""
 
@@ -277,7 +285,7 @@ def test_without_the_plugin_named_requests_are_aborted_uncounted(server: FakeSer
     server.about = None
 
     async def check(engine: VllmHttpEngine) -> None:
-        assert await engine.abort(("a",)) == 0
+        assert await engine.abort(("a",)) is None
         body = json.loads(server.calls[-1].split(" ", 2)[2])
         assert {"a", "chatcmpl-a", "cmpl-a-0", "cmpl-a-15"} <= set(body["request_ids"])
         data = await engine.pause(PauseMode.ABORT, True)
@@ -379,10 +387,7 @@ def test_join_that_vllm_refuses_fails_with_its_words(server: FakeServer) -> None
 
     async def check(engine: VllmHttpEngine) -> None:
         for status in (500, 502, 422):
-            path = "/init_weight_transfer_engine"
-            server.instead[path] = lambda status=status: httpx.Response(
-                status, json={"error": {"message": "not today"}}
-            )
+            server.refuse("/init_weight_transfer_engine", status, "not today")
             with pytest.raises(EngineError, match="not today"):
                 await engine.join_group(joined, joined.spans[0])
         server.instead.clear()
