@@ -53,7 +53,8 @@ class Supervision:
     """How a worker is run.
 
     `who` is its name in log lines; `log` takes the process's output, None is stderr with the name before each line;
-    `on_ready` is called whenever it can be reached on the bus, with its process id.
+    `on_ready` is called whenever it can be reached on the bus, with its process id; whoever sets `restart` has the
+    process ended, and started anew.
     """
 
     who: str
@@ -61,6 +62,7 @@ class Supervision:
     limits: HangLimits = field(default_factory=HangLimits)
     engine_limits: HangLimits = ENGINE_LIMITS
     on_ready: Callable[[int], None] = lambda pid: None
+    restart: asyncio.Event | None = None
 
 
 async def keep_running(command: WorkerCommand, how: Supervision, restarts: Restarts, stopped: asyncio.Event) -> int:
@@ -138,7 +140,11 @@ class _Life:
             hearing.close()
 
     async def _until_end(self, child: Child, hearing: Hearing, stopped: asyncio.Event) -> int:
+        restart = self._how.restart
         tasks = [asyncio.create_task(child.wait()), asyncio.create_task(stopped.wait())]
+        if restart is not None:
+            restart.clear()
+            tasks.append(asyncio.create_task(restart.wait()))
         watching = asyncio.create_task(self._watch(child, hearing))
         try:
             await asyncio.wait({*tasks, watching}, return_when=asyncio.FIRST_COMPLETED)

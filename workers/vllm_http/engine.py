@@ -6,6 +6,7 @@ object. What that one knows of requests in flight, this one knows only of a serv
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -31,6 +32,7 @@ from rlbus.workers.engines.found import Found
 from rlbus.workers.peer_http import Peer, PeerClient, PeerError
 from rlbus.workers.vllm_http.facts import ServerFacts, ask, denied
 from rlbus.workers.vllm_http.remote import RemoteLLM, until_healthy
+from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.about import ABOUT, About
 from rlbus.workers.vllm_server.engine import VllmEngine
 from rlbus.workers.vllm_server.exchange import clear_left
@@ -151,6 +153,7 @@ class VllmHttpEngine:
         inner, self._inner = self._inner, None
         try:
             if inner is not None:
+                self._tell_if_lost(inner)
                 await inner.aclose()
         finally:
             await self._client.aclose()
@@ -245,6 +248,16 @@ class VllmHttpEngine:
         return await self._ready().checksums()
 
     # --- within
+
+    def _tell_if_lost(self, inner: VllmEngine) -> None:
+        """A server that runs on with a lost engine (ranks out of step, a call that never comes back) has to be started
+        anew: whoever supervises it, if that is us, is told by a file.
+        """
+        if inner.death is not None and self._remote_death() is None and self._run_dir is not None:
+            Path(self._run_dir, LOST).touch()
+
+    def _remote_death(self) -> str | None:
+        return None if self._llm is None else self._llm.death
 
     def _ready(self) -> VllmEngine:
         assert self._inner is not None, "the engine isn't started, or is closed"

@@ -16,6 +16,7 @@ from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.found import Found, FoundEngine
 from rlbus.workers.peer_http import Peer, PeerError
 from rlbus.workers.vllm_http.engine import VllmHttpEngine
+from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.exchange import RankOutcome
 from tests.unit.workers.vllm_http.fake_server import FakeServer
 
@@ -357,7 +358,7 @@ def test_reload_that_fails_in_vllm_has_vllms_words(server: FakeServer) -> None:
     on_engine(server, check)
 
 
-def test_failed_collective_call_of_several_ranks_is_the_engines_end(server: FakeServer) -> None:
+def test_failed_collective_call_of_several_ranks_is_the_engines_end(server: FakeServer, tmp_path: Path) -> None:
     """Their answers are out of step from then on (facts/vllm-cpu.md 6)."""
     server.num_ranks = 2
     server.instead["/weight_checker"] = lambda: httpx.Response(500, json={"error": {"message": "no"}})
@@ -368,7 +369,9 @@ def test_failed_collective_call_of_several_ranks_is_the_engines_end(server: Fake
         with pytest.raises(EngineDeadError, match="out of step"):
             await engine.observe()
 
-    on_engine(server, check)
+    on_engine(server, check, run_dir=str(tmp_path))
+    # For whoever supervises the server, which itself sees nothing wrong.
+    assert (tmp_path / LOST).exists()
 
 
 def test_join_that_vllm_refuses_fails_with_its_words(server: FakeServer) -> None:
@@ -434,7 +437,7 @@ def test_engine_that_its_server_calls_dead_is_dead(server: FakeServer) -> None:
     run(main())
 
 
-def test_server_that_was_started_anew_is_another_engine(server: FakeServer) -> None:
+def test_server_that_was_started_anew_is_another_engine(server: FakeServer, tmp_path: Path) -> None:
     """However fast that was: it has the weights that it was started from."""
 
     async def check(engine: VllmHttpEngine) -> None:
@@ -445,7 +448,8 @@ def test_server_that_was_started_anew_is_another_engine(server: FakeServer) -> N
         with pytest.raises(EngineDeadError):
             await engine.pause(PauseMode.KEEP, True)
 
-    on_engine(server, check)
+    on_engine(server, check, run_dir=str(tmp_path))
+    assert not (tmp_path / LOST).exists()
 
 
 def test_answers_of_another_program_are_no_traceback(server: FakeServer) -> None:
