@@ -115,11 +115,14 @@ def make_model(folder: Path) -> Path:
 
 @dataclass
 class Dynamo:
-    """A running front end, to which workers are added. `http_url` has the OpenAI routes, `rl_url` the discovery."""
+    """A running front end, to which workers are added. `http_url` has the OpenAI routes, `rl_url` the discovery;
+    `nats_url` is how others use its NATS server.
+    """
 
     programs: Programs
     model: Path
     env: dict[str, str]
+    nats_url: str
     http_url: str = ""
     rl_url: str = ""
     workers: list[Program] = field(default_factory=list)
@@ -219,7 +222,7 @@ async def dynamo(folder: Path, programs: Programs) -> AsyncIterator[Dynamo]:
             DYN_REQUEST_PLANE="nats",
             PYTHONPATH=str(stubs.parent),
         )
-        fleet = Dynamo(programs, make_model(folder / "model"), env)
+        fleet = Dynamo(programs, make_model(folder / "model"), env, server.url)
         frontend = fleet.start_frontend()
         try:
             await asyncio.to_thread(frontend.until_answers, f"{fleet.rl_url}/v1/rl/workers")

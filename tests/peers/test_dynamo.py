@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.timeout(LIMIT_S)]
 
 @dataclass
 class Stage:
-    """Dynamo on its own NATS server, and rlbus on another one."""
+    """Dynamo, and rlbus beside it."""
 
     fleet: Dynamo
     programs: Programs
@@ -73,25 +73,31 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(folder: Path, programs: Programs, *dynamo_options: str) -> AsyncIterator[Stage]:
-    """Dynamo without workers, a controller, and the sidecar, which has nobody to adopt yet."""
+async def stage(folder: Path, programs: Programs, *, is_shared: bool) -> AsyncIterator[Stage]:
+    """Dynamo without workers, a controller, and the sidecar, which has nobody to adopt yet; `is_shared`: on Dynamo's own
+    NATS server.
+    """
     async with dynamo(folder, programs) as fleet, EmbeddedServer() as server:
-        env = clean_env(RLBUS_URL=server.url, XDG_STATE_HOME=str(folder / "state"), CUDA_VISIBLE_DEVICES="")
+        env = clean_env(
+            RLBUS_URL=fleet.nats_url if is_shared else server.url,
+            XDG_STATE_HOME=str(folder / "state"),
+            CUDA_VISIBLE_DEVICES="",
+        )
         env["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
         rlbus_argv = [sys.executable, "-m", "rlbus"]
         programs.start("controller", [*rlbus_argv, "controller"], env)
-        adopt = ("worker", "dynamo", "--discovery", fleet.rl_url, "--weight-root", str(folder), *dynamo_options)
+        adopt = ("worker", "dynamo", "--discovery", fleet.rl_url, "--weight-root", str(folder))
         sidecar = programs.start("sidecar", [*rlbus_argv, *adopt], env)
         yield Stage(fleet, programs, env, sidecar)
 
 
-def play(folder: Path, act: Callable[[Stage], Coroutine[Any, Any, None]], *dynamo_options: str) -> None:
+def play(folder: Path, act: Callable[[Stage], Coroutine[Any, Any, None]], *, is_shared: bool) -> None:
     """Run a scene; what the programs said last is shown when it fails."""
 
     async def scene() -> None:
         programs = Programs(folder)
         try:
-            async with stage(folder, programs, *dynamo_options) as on:
+            async with stage(folder, programs, is_shared=is_shared) as on:
                 await act(on)
         except BaseException:
             sys.stderr.write("\n".join(program.tail() for program in programs.running))
@@ -174,12 +180,12 @@ def test_a_dynamo_fleet_is_adopted_paused_updated_and_resumed_by_one_command_eac
             await http.post(f"{url}/engine/resume_generation", json={})
         await on.until(lambda members: members[name]["status"]["drift"] is None and members[name]["admitted"])
 
-    play(tmp_path, act)
+    play(tmp_path, act, is_shared=False)
 
 
 def test_a_dead_worker_leaves_and_its_successor_is_not_admitted_before_an_update(tmp_path: Path) -> None:
     """SCENARIOS 8, 25: same URL, new process, new id. And a sidecar that is killed and started again finds its worker
-    as it left it.
+    as it left it. All of it on Dynamo's own NATS server.
     """
     weights = make_tiny_model(tmp_path / "one", seed=1, max_positions=MAX_TOKENS)
 
@@ -214,4 +220,4 @@ def test_a_dead_worker_leaves_and_its_successor_is_not_admitted_before_an_update
             await asyncio.sleep(0.2)
         assert "the sidecar stops" in on.sidecar.tail()
 
-    play(tmp_path, act)
+    play(tmp_path, act, is_shared=True)

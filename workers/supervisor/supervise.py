@@ -56,7 +56,7 @@ class Supervision:
 
     `who` is its name in log lines; `log` takes the process's output, None is stderr with the name before each line;
     `on_ready` is called whenever it can be reached on the bus, with its process id; `on_death` as soon as one has ended
-    that nobody stopped, with its boot id and in which way.
+    that nobody stopped, with its boot id and in which way; whoever sets `restart` has the process ended, and started anew.
     """
 
     who: str
@@ -65,6 +65,7 @@ class Supervision:
     engine_limits: HangLimits = ENGINE_LIMITS
     on_ready: Callable[[int], None] = lambda pid: None
     on_death: Callable[[str, str], None] = lambda boot_id, reason: None
+    restart: asyncio.Event | None = None
 
 
 async def keep_running(command: WorkerCommand, how: Supervision, restarts: Restarts, stopped: asyncio.Event) -> int:
@@ -146,7 +147,11 @@ class _Life:
             hearing.close()
 
     async def _until_end(self, child: Child, hearing: Hearing, stopped: asyncio.Event) -> int:
+        restart = self._how.restart
         tasks = [asyncio.create_task(child.wait()), asyncio.create_task(stopped.wait())]
+        if restart is not None:
+            restart.clear()
+            tasks.append(asyncio.create_task(restart.wait()))
         watching = asyncio.create_task(self._watch(child, hearing))
         try:
             await asyncio.wait({*tasks, watching}, return_when=asyncio.FIRST_COMPLETED)
