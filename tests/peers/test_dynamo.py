@@ -74,8 +74,8 @@ class Stage:
 
 @asynccontextmanager
 async def stage(folder: Path, programs: Programs, *, is_shared: bool) -> AsyncIterator[Stage]:
-    """Dynamo without workers, a controller, and the sidecar, which has nobody to adopt yet; `is_shared`: on Dynamo's own
-    NATS server.
+    """Dynamo without workers, a controller, and the sidecar, which has nobody to adopt yet; `is_shared`: on Dynamo's
+    own NATS server.
     """
     async with dynamo(folder, programs) as fleet, EmbeddedServer() as server:
         env = clean_env(
