@@ -22,6 +22,7 @@ from rlbus.transfer.group import Group
 from rlbus.transfer.nccl_group import NcclGroup
 from rlbus.transfer.plane import SenderPlane, WeightSource
 from rlbus.transfer.torch_plane import TorchPlane
+from rlbus.workers.dynamo.engine import DynamoEngine
 from rlbus.workers.engines.base import Engine
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.torch_engine import TorchEngine
@@ -87,6 +88,7 @@ def test_every_question_to_a_peer_has_a_limit(kind: type[Any]) -> None:
         (Engine, FakeEngine),
         (Engine, TorchEngine),
         (Engine, VllmEngine),
+        (Engine, DynamoEngine),
         (Transport, MemoryTransport),
         (Transport, SupervisedTransport),
         (Kv, MemoryKv),

@@ -57,6 +57,8 @@ _PREFIXES = ("cmpl-", "chatcmpl-")
 _PAUSE, _RESUME, _FLUSH, _ABORT = "pause_generation", "resume_generation", "flush_cache", "abort_request"
 _DISK, _DISTRIBUTED = "update_weights_from_disk", "update_weights_from_distributed"
 _GROUP = frozenset({"init_weights_update_group", _DISTRIBUTED})
+# Without a label nobody could tell later which weights there are.
+_PROBE, _LABELS = "liveness_probe", frozenset({"get_weight_version", "set_weight_version"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class DynamoEngine:
         if is_torn is None:
             self._updates = self._make_updates(self._exchange, has_transfer=False)
         is_paused = await self._surface.is_paused() if _DISK in listed.routes else None
-        self._found = Found(await self._surface.label(), is_paused is True, is_torn is True)
+        self._found = Found(await self._label(), is_paused is True, is_torn is True)
         self._info = EngineInfo(
             engine="dynamo",
             model=listed.model,
@@ -164,7 +166,7 @@ class DynamoEngine:
             found.add(_FLUSH)
         if {_ABORT, _PAUSE, _RESUME} <= listed:
             found.add(_ABORT)
-        if self._expected is not None and {_DISK, _PAUSE} <= listed:
+        if self._expected is not None and _LABELS | {_DISK, _PAUSE} <= listed:
             found.add(_DISK)
         if has_transfer:
             found |= {_DISTRIBUTED, "get_weight_checksums"}
@@ -186,7 +188,7 @@ class DynamoEngine:
         rank has to answer for, in our folder.
         """
         wanted = self._options.has_transfer
-        if self._expected is None or not self._listed.routes >= _GROUP or wanted is False:
+        if self._expected is None or not self._listed.routes >= _GROUP | _LABELS or wanted is False:
             return None
         if wanted is None and self._world_size > 1:
             return None
@@ -254,6 +256,9 @@ class DynamoEngine:
             raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=self.death))
         self.began = began or self.began
 
+    async def _label(self) -> str | None:
+        return await self._surface.label() if self._listed.routes >= _LABELS else None
+
     async def _look(self, limit_s: float) -> Began | None:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
@@ -270,8 +275,9 @@ class DynamoEngine:
         if self._calls.is_held_paused:
             return Observed(Generation.PAUSED)
         await self.check_alive(CALL_S)
-        await self._surface.call("liveness_probe", {}, CALL_S)
-        label = await self._surface.label()
+        if _PROBE in self._listed.routes:
+            await self._surface.call(_PROBE, {}, CALL_S)
+        label = await self._label()
         generation = self._commanded
         if not self._switch.locked() and _DISK in self._listed.routes:
             is_paused = await self._surface.is_paused()

@@ -6,7 +6,7 @@ when the caller hangs up, and a flush that says "ok" whatever came of it.
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,18 @@ from safetensors.numpy import save_file
 
 from rlbus.errors import EngineDeadError
 from rlbus.schemas import Fault, FaultCode
+from rlbus.testing import run
+from rlbus.workers.dynamo.engine import DynamoEngine, EngineOptions
 from rlbus.workers.dynamo.listing import Listed
-from rlbus.workers.dynamo.surface import ROUTES
+from rlbus.workers.dynamo.surface import ROUTES, Began
+from rlbus.workers.peer_http import Peer
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, RankOutcome
 
 NOT_PAUSED = "Worker must be paused via pause_generation() before updating weights."
 RL_URL = "http://front:8001"
+# Of the one worker that `on_engine` has.
+URL = "http://worker:9000"
+Check = Callable[[DynamoEngine], Awaitable[None]]
 
 
 def descriptor(number: int = 1, url: str = "http://worker:9000", **other: Any) -> dict[str, Any]:
@@ -233,3 +239,35 @@ class FakeDynamo(httpx.AsyncBaseTransport):
         body = json.loads(await request.aread() or b"{}")
         status, content = await worker.engine(path.removeprefix("/engine/"), body)
         return httpx.Response(status, content=content)
+
+
+def on_engine(
+    worker: FakeWorker,
+    tmp_path: Path,
+    check: Check,
+    who: Listed | None = None,
+    outlived: Began | None = None,
+    **options: Any,
+) -> None:
+    """Run a check on a started engine; nothing of it stays on the disk."""
+    model, run_dir = tmp_path / "model", tmp_path / "run"
+    if not model.exists():
+        make_checkpoint(model)
+    run_dir.mkdir(exist_ok=True)
+
+    async def main() -> None:
+        engine = DynamoEngine(
+            listed() if who is None else who,
+            Peer.of(URL),
+            EngineOptions(**{"model_dir": model, "run_dir": str(run_dir), **options}),
+            outlived=outlived,
+            transport=FakeDynamo({URL: worker}),
+        )
+        try:
+            await engine.start()
+            await check(engine)
+        finally:
+            await engine.aclose()
+
+    run(main())
+    assert list(run_dir.iterdir()) == []

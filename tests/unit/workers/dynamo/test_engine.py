@@ -1,28 +1,21 @@
 """The adapter on a stand-in for Dynamo's HTTP: what it advertises, how it reads answers, pauses, flushes and dies."""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError
-from rlbus.schemas import FaultCode, Generation, PauseMode, TensorSpec, Version
-from rlbus.testing import run
-from rlbus.workers.dynamo.engine import DynamoEngine, EngineOptions
+from rlbus.schemas import FaultCode, Generation, PauseMode
+from rlbus.workers.dynamo.engine import DynamoEngine
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.surface import ROUTES, Began
-from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.found import Found
-from rlbus.workers.peer_http import Peer
-from rlbus.workers.vllm_server.exchange import CallFolder
-from tests.unit.workers.dynamo.fake_dynamo import FakeDynamo, FakeWorker, listed, make_checkpoint
+from tests.unit.workers.dynamo.fake_dynamo import FakeWorker, listed, on_engine
 
 pytestmark = pytest.mark.unit
 
-URL = "http://worker:9000"
 ALL = frozenset(
     {
         "pause_generation",
@@ -34,40 +27,6 @@ ALL = frozenset(
         "get_weight_checksums",
     }
 )
-V1 = Version(step=1)
-Check = Callable[[DynamoEngine], Awaitable[None]]
-
-
-def on_engine(
-    worker: FakeWorker,
-    tmp_path: Path,
-    check: Check,
-    who: Listed | None = None,
-    outlived: Began | None = None,
-    **options: Any,
-) -> None:
-    """Run a check on a started engine; nothing of it stays on the disk."""
-    model, run_dir = tmp_path / "model", tmp_path / "run"
-    if not model.exists():
-        make_checkpoint(model)
-    run_dir.mkdir(exist_ok=True)
-
-    async def main() -> None:
-        engine = DynamoEngine(
-            listed() if who is None else who,
-            Peer.of(URL),
-            EngineOptions(**{"model_dir": model, "run_dir": str(run_dir), **options}),
-            outlived=outlived,
-            transport=FakeDynamo({URL: worker}),
-        )
-        try:
-            await engine.start()
-            await check(engine)
-        finally:
-            await engine.aclose()
-
-    run(main())
-    assert list(run_dir.iterdir()) == []
 
 
 def info_of(worker: FakeWorker, tmp_path: Path, who: Listed | None = None, **options: Any) -> Any:
@@ -126,6 +85,8 @@ def test_a_backend_that_the_user_promised_and_that_is_not_there_is_an_error(tmp_
         ("update_weights_from_disk", {"update_weights_from_disk"}),
         ("init_weights_update_group", {"update_weights_from_distributed", "get_weight_checksums"}),
         ("update_weights_from_distributed", {"update_weights_from_distributed", "get_weight_checksums"}),
+        ("set_weight_version", {"update_weights_from_disk", "update_weights_from_distributed", "get_weight_checksums"}),
+        ("liveness_probe", set()),
     ],
 )
 def test_a_route_that_dynamo_does_not_list_is_not_advertised(lacks: str, gone: set[str], tmp_path: Path) -> None:
@@ -192,6 +153,17 @@ def test_where_dynamo_can_not_tell_it_says_what_was_commanded(tmp_path: Path) ->
         assert (await engine.observe()).generation is Generation.RUNNING
 
     on_engine(FakeWorker(), tmp_path, check, listed(routes=frozenset(ROUTES) - {"update_weights_from_disk"}))
+
+
+def test_a_route_that_is_not_listed_is_not_called_either(tmp_path: Path) -> None:
+    """Another engine of Dynamo's has fewer; how it is can still be told."""
+    worker = FakeWorker()
+
+    async def check(engine: DynamoEngine) -> None:
+        assert (await engine.observe()).generation is Generation.UNKNOWN
+        assert worker.calls == []
+
+    on_engine(worker, tmp_path, check, listed(routes=frozenset({"pause_generation", "resume_generation"})))
 
 
 def test_observing_does_not_wait_for_a_pause_that_waits(tmp_path: Path) -> None:
@@ -393,99 +365,3 @@ def test_somebody_else_who_resumes_during_a_pause_is_noticed(tmp_path: Path) -> 
             await engine.pause(PauseMode.KEEP, True)
 
     on_engine(worker, tmp_path, check)
-
-
-# --- weights
-
-
-def test_a_reload_is_labelled_torn_until_it_is_done(tmp_path: Path) -> None:
-    """Dynamo loads on when the sidecar dies: then nobody takes the new weights for the old ones."""
-    worker = FakeWorker(is_paused=True, label="0.7")
-    labels: list[str | None] = []
-    rpc = worker._rpc
-
-    def watched(method: str, kwargs: dict[str, Any]) -> str | None:
-        labels.append(worker.label)
-        return rpc(method, kwargs)
-
-    worker._rpc = watched  # type: ignore[method-assign]
-
-    async def check(engine: DynamoEngine) -> None:
-        labels.clear()
-        await engine.load_weights(str(tmp_path / "model"), V1)
-        assert labels == ["torn"]
-        assert worker.label == "0.1"
-        assert worker.rpcs[-1] == ("reload_weights", {"weights_path": str(tmp_path / "model")})
-
-    on_engine(worker, tmp_path, check)
-
-
-@pytest.mark.parametrize("is_paused", [True, False])
-def test_a_reload_that_dynamo_refuses_counts_as_touched(is_paused: bool, tmp_path: Path) -> None:
-    """Doubt is yes; a folder that isn't there costs nothing."""
-    worker = FakeWorker(is_paused=is_paused)
-
-    async def check(engine: DynamoEngine) -> None:
-        with pytest.raises(UpdateFailedError) as caught:
-            await engine.load_weights(str(tmp_path / "nothing"), V1)
-        assert not caught.value.weights_touched
-        worker.broken["update_weights_from_disk"] = (200, b'{"status":"error","message":"boom"}')
-        with pytest.raises(UpdateFailedError, match="boom") as caught:
-            await engine.load_weights(str(tmp_path / "model"), V1)
-        assert caught.value.weights_touched
-
-    on_engine(worker, tmp_path, check)
-
-
-def test_checksums_come_from_our_backend_and_are_refused_without_it(tmp_path: Path) -> None:
-    """The first 64 bits of vLLM's."""
-
-    async def check(engine: DynamoEngine) -> None:
-        (found,) = (await engine.checksums()).sums
-        assert (found.name, found.checksum) == ("tp0:w", "ab" * 8)
-
-    on_engine(FakeWorker(), tmp_path, check)
-
-    async def refuses(engine: DynamoEngine) -> None:
-        with pytest.raises(FaultError) as caught:
-            await engine.checksums()
-        assert caught.value.code is FaultCode.NO_ROUTE
-
-    on_engine(FakeWorker(has_transfer=False), tmp_path, refuses)
-
-
-def test_a_large_manifest_goes_through_the_folder_and_not_through_dynamo(tmp_path: Path) -> None:
-    """Dynamo takes 2 MB; the tensors of a mixture of experts are more."""
-    from rlbus.workers.dynamo.rpc import DynamoRpc
-    from rlbus.workers.dynamo.surface import Surface
-    from rlbus.workers.peer_http import PeerClient
-
-    worker = FakeWorker(is_paused=True)
-    tensors = [
-        {"name": f"model.layers.{i}.mlp.experts.weight", "dtype": "bfloat16", "shape": [1]} for i in range(40_000)
-    ]
-
-    async def main() -> None:
-        client = PeerClient(Peer.of(URL), transport=FakeDynamo({URL: worker}))
-        rpc = DynamoRpc(Surface(client))
-        await rpc.collective_rpc("update_weights", {"update_info": {"folder": str(tmp_path), "tensors": tensors}})
-        await client.aclose()
-
-    run(main())
-    route, body = worker.calls[-1]
-    assert route == "update_weights_from_distributed"
-    assert len(json.dumps(body)) < 1000
-    assert body["reset_prefix_cache"] is False
-    assert CallFolder(str(tmp_path)).tensors() == tensors
-
-
-def test_a_manifest_is_compared_with_the_checkpoint(tmp_path: Path) -> None:
-    """Before anything is sent."""
-
-    async def check(engine: DynamoEngine) -> None:
-        engine.check_manifest((TensorSpec(name="w", dtype="float32", shape=(2,)),))
-        with pytest.raises(FaultError) as caught:
-            engine.check_manifest((TensorSpec(name="w", dtype="float32", shape=(3,)),))
-        assert caught.value.code is FaultCode.MANIFEST_MISMATCH
-
-    on_engine(FakeWorker(), tmp_path, check)
