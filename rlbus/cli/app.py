@@ -35,6 +35,7 @@ app.command()(fleet.resume)
 app.command()(fleet.flush)
 app.command()(fleet.abort)
 app.command()(fleet.update)
+app.command()(fleet.cancel)
 
 
 @app.callback()
