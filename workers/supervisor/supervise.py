@@ -56,7 +56,7 @@ class Supervision:
 
     `who` is its name in log lines; `log` takes the process's output, None is stderr with the name before each line;
     `on_ready` is called whenever it can be reached on the bus, with its process id; `on_death` as soon as one has ended
-    that nobody stopped, with its boot id and in which way; whoever sets `restart` has the process ended, and started
+    that nobody stopped, with its boot id and in which way. Whoever sets `restart` has the process ended, and started
     anew.
     """
 

@@ -22,6 +22,7 @@ from rlbus.config import ENV_NAMES, BusConfig
 from rlbus.errors import ConfigError
 from rlbus.workers.peer_http import WILDCARDS
 from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_env
+from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, keep_running, stop_signal
 from rlbus.workers.supervisor.worker import Build, own_command
@@ -194,8 +195,8 @@ async def supervise_pair(
             api_key=api_key,
             is_small=is_small,
         )
-        async with stop_signal() as stopped:
-            of_agent = Supervision(who=who, on_ready=on_ready)
+        async with stop_signal() as stopped, Farewells(bus_config, named.identity) as farewells:
+            of_agent = Supervision(who=who, on_ready=on_ready, on_death=farewells.say)
             restarts = RestartPolicy() if policy is None else policy
             return await run_pair(pair, of_agent, restarts, stopped, lost=Path(run_dir, LOST))
 
