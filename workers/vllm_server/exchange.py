@@ -24,6 +24,9 @@ _COUNT = struct.Struct("<qq")
 _STOP = "stop"
 # How often a rank looks whether it is told to stop, in seconds.
 WATCH_S = 0.05
+# What a rank can be asked, and the step whose outcome has the answer: which device it has; digests of its weights.
+HELLO = "hello"
+CHECKSUMS = "checksums"
 
 
 class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +43,9 @@ class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
     receive_s: float = 0.0
     load_s: float = 0.0
     sums: tuple[TensorSum, ...] = ()
+    # After a question: the kind of the rank's device; parameter -> sha256 of its bytes.
+    device: str = ""
+    digests: dict[str, str] = {}
 
 
 _decoder = msgspec.json.Decoder(RankOutcome)
@@ -66,7 +72,7 @@ class CallFolder:
         return None if data is None or len(data) != _COUNT.size else _COUNT.unpack(data)
 
     def outcome(self, step: str, rank: int) -> RankOutcome | None:
-        """How the rank's part of a step ("join", "receive", "finish") ended; None while it runs."""
+        """How the rank's part of a step ("join", "receive", "finish", or a question) ended; None while it runs."""
         data = _read(self._outcome(step, rank))
         return None if data is None else _decoder.decode(data)
 

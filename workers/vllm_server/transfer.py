@@ -12,9 +12,11 @@ not been run on a GPU yet).
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,7 +34,8 @@ from rlbus.transfer.bounded import GiveUp
 from rlbus.transfer.group import Group, open_group, prove
 from rlbus.transfer.manifest import num_bytes
 from rlbus.transfer.receiver import receive
-from rlbus.workers.vllm_server.exchange import CallFolder, RankOutcome, Watch
+from rlbus.workers.checkpoint import checkpoint_files
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, RankOutcome, Watch
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -46,24 +49,29 @@ MAX_PROBLEM_CHARS = 500
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Join the group of `plan` (a GroupPlan as plain data) with the ranks from `first_rank` on; without plan: leave.
 
-    `first_dp_index` is the data-parallel index of this worker's first engine.
+    `first_dp_index` is the data-parallel index of this worker's first engine. With `ask` nothing is joined or left, and
+    the answer is this rank's outcome of that name: "hello" (which device it has), "checksums" (of its weights).
     """
 
     folder: str
     plan: dict[str, Any] | None = None
     first_rank: int = 0
     first_dp_index: int = 0
+    ask: str | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Receive `tensors` (TensorSpecs as plain data) over the group of `epoch`."""
+    """Receive `tensors` (TensorSpecs as plain data) over the group of `epoch`; or load the safetensors folder `path`,
+    for those who can't ask vLLM to reload.
+    """
 
     folder: str
-    epoch: int
-    stream_id: str
-    bucket_bytes: int
+    epoch: int = 0
+    stream_id: str = ""
+    bucket_bytes: int = 0
     tensors: list[Any] = field(default_factory=list)
+    path: str | None = None
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -89,11 +97,14 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leave the group, if there is one, and begin to join another. Returns at once."""
-        self.shutdown()
         parallel = self.parallel_config
         # As vLLM's NCCL engine counts ranks.
         dp_index = parallel.data_parallel_index - init_info.first_dp_index
         self._local_rank = dp_index * parallel.world_size + parallel.rank
+        if init_info.ask is not None:
+            CallFolder(init_info.folder).end(init_info.ask, self._local_rank, self._answer(init_info.ask))
+            return
+        self.shutdown()
         if init_info.plan is None:
             return
         plan = msgspec.convert(init_info.plan, GroupPlan)
@@ -101,6 +112,24 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._give_up = GiveUp()
         work = (CallFolder(init_info.folder), plan, rank, self._local_rank, self._give_up)
         threading.Thread(target=self._join, args=work, name="rlbus join", daemon=True).start()
+
+    def _answer(self, question: str) -> RankOutcome:
+        if question == HELLO:
+            return RankOutcome(device=self.device.type)
+        if question == CHECKSUMS:
+            return RankOutcome(digests=self._digests())
+        text = f"this rank has no answer to {question!r}; it runs another version of rlbus than who asks"
+        return RankOutcome(fault=Fault(code=FaultCode.NO_ROUTE, message=text))
+
+    def _digests(self) -> dict[str, str]:
+        """As vLLM's own checksums, by vLLM's own names, for whoever can't ask vLLM for them."""
+        from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+        from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+        groups = (("pp", get_pp_group()), ("pcp", get_pcp_group()), ("tp", get_tp_group()))
+        ranks = "".join(f"{name}{group.rank_in_group}:" for name, group in groups)
+        prefix = f"dp{self.parallel_config.data_parallel_index}:{ranks}"
+        return {prefix + name: digest for name, digest in compute_tensor_digests(self.model).items()}
 
     def start_weight_update(self) -> None:
         """Nothing is taken apart before the first tensor is there."""
@@ -113,7 +142,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         info = self.parse_update_info(update_info)
         folder = self._folder = CallFolder(info.folder)
         try:
-            outcome = self._receive(info, folder)
+            outcome = self._receive(info, folder) if info.path is None else self._read(info.path)
         except Exception as exc:  # noqa: BLE001 - the agent gets it as this rank's outcome
             _log.warning("receiving %s failed: %s", info.stream_id, exc, exc_info=not isinstance(exc, FaultError))
             outcome = RankOutcome(fault=_fault(exc, FaultCode.TRANSFER_FAILED), weights_touched=self._is_reloading)
@@ -212,6 +241,12 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             sums=received.sums,
         )
 
+    def _read(self, path: str) -> RankOutcome:
+        """Load a folder, whose headers were compared with the model before."""
+        began_s = time.monotonic()
+        self._load(_tensors_of(Path(path)))
+        return RankOutcome(weights_touched=True, load_s=time.monotonic() - began_s)
+
     def _load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -237,6 +272,16 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             initialize_layerwise_reload(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         self._is_reloading = self._is_loaded = False
+
+
+def _tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a safetensors folder, one at a time."""
+    from safetensors import safe_open
+
+    for path in checkpoint_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)
 
 
 def _fault(exc: Exception, code: FaultCode) -> Fault:
