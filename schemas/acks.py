@@ -26,9 +26,9 @@ class PausedData(Data, frozen=True, kw_only=True, tag="paused"):
 
 
 class AbortedData(Data, frozen=True, kw_only=True, tag="aborted"):
-    """After an abort: how many requests were ended."""
+    """After an abort: how many requests were ended; None from an engine that doesn't count them."""
 
-    num_aborted: int
+    num_aborted: int | None = None
 
 
 class JoinedData(Data, frozen=True, kw_only=True, tag="joined"):

@@ -182,7 +182,7 @@ def _result_text(outcome: WorkerOutcome) -> str:
             counts = [("ended", num_aborted), ("held", num_held)]
             return ", ".join(f"{count} {what}" for what, count in counts if count is not None)
         case AbortedData(num_aborted=num_aborted):
-            return f"{num_aborted} requests ended"
+            return "requests ended" if num_aborted is None else f"{num_aborted} requests ended"
         case _:
             return ""
 

@@ -139,12 +139,14 @@ def test_abort_ends_the_named_requests_only(runner: CaseRunner) -> None:
     async def check(opened: OpenedEngine) -> None:
         one = await begin(opened, runner.case.long_tokens)
         two = await begin(opened, runner.case.long_tokens)
-        assert await opened.engine.abort((one.request_id, "nobody")) == 1
+        numbers = [await opened.engine.abort((one.request_id, "nobody"))]
         assert (await one.task).finish == "abort"
         assert not two.task.done()
-        assert await opened.engine.abort(None) == 1
+        numbers.append(await opened.engine.abort(None))
         assert (await two.task).finish == "abort"
-        assert await opened.engine.abort(None) == 0
+        numbers.append(await opened.engine.abort(None))
+        assert (await opened.engine.observe()).generation is Generation.RUNNING
+        assert numbers == ([1, 1, 0] if runner.case.counts_requests else [None] * 3)
 
     runner.run(check)
 

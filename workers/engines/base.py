@@ -132,8 +132,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """End those requests, or all; the number ended. Unknown ids are not an error. Works beside a mutation.
+    async def abort(self, request_ids: Sequence[str] | None) -> int | None:
+        """End those requests, or all; the number ended, None if the engine doesn't count. Unknown ids are not an error.
+        Works beside a mutation.
 
         Cancel: some may have ended.
         """

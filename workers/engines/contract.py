@@ -85,7 +85,7 @@ class EngineCase:
         long_tokens: length of a request that is sure to run still when the suite pauses or aborts it.
         settle_s: how long to watch that a paused engine stays still.
         open_s, limit_s: bounds of the start and of each test, in seconds of that loop.
-        counts_requests: whether pause says how many requests it ended or holds.
+        counts_requests: whether pause and abort say how many requests they ended or hold.
         takes_other_dtypes: whether a float16 tensor may be sent for a float32 one.
     """
 

@@ -68,7 +68,7 @@ def dead(why: str) -> EngineDeadError:
 
 
 def as_engine_error(exc: FaultError) -> EngineError:
-    """The same fault as an EngineError, for steps in which a refusal by the server can't promise that nothing changed."""
+    """The same fault as a failure, for steps in which a refusal by the server can't promise that nothing changed."""
     if isinstance(exc, EngineError):
         return exc
     return EngineError(

@@ -28,8 +28,8 @@ from rlbus.schemas import (
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
+from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.updates import CALL_S, Updates
