@@ -17,7 +17,9 @@ _ENV = {"VLLM_PLUGINS": "rlbus", "VLLM_LOGGING_LEVEL": "WARNING"}
 _MAX_TOKENS = 512
 
 
-class _Opened:
+class OpenedVllm:
+    """An engine beside a trainer's data plane, in whatever form vLLM runs; `llm` is its AsyncLLM, if it is here."""
+
     def __init__(self, llm: Any, engine: Any, plane: Any, weights: Mapping[str, Any]) -> None:
         from rlbus.transfer.source import weight_source
 
@@ -118,7 +120,7 @@ class _Cut:
 
 
 @asynccontextmanager
-async def _open(folder: Path) -> AsyncIterator[_Opened]:
+async def _open(folder: Path) -> AsyncIterator[OpenedVllm]:
     from rlbus.transfer.torch_plane import TorchPlane
     from rlbus.workers.torch_lm.make import make_tiny_model
     from rlbus.workers.vllm_server.supervisor import small_machine_env
@@ -146,7 +148,7 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
         engine = VllmEngine(llm, run_dir=str(folder))
         try:
             await engine.start()
-            yield _Opened(llm, engine, plane, load_file(folder / "model" / "model.safetensors"))
+            yield OpenedVllm(llm, engine, plane, load_file(folder / "model" / "model.safetensors"))
         finally:
             await engine.aclose()
             await plane.aclose()

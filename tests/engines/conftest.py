@@ -28,6 +28,7 @@ def _params() -> list[object]:
     for path in sorted(Path(__file__).parent.glob("cases_*.py")):
         case = _case(path)
         missing = [name for name in case.requires if importlib.util.find_spec(name) is None]
+        missing += [what] if (what := case.missing()) is not None else []
         skip = [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
         params.append(pytest.param(case, id=case.name, marks=skip))
     return params

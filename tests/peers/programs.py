@@ -17,6 +17,7 @@ import httpx
 
 from rlbus._process import die_with_parent
 from rlbus.workers.vllm_server.command import small_machine_env
+from tests.peers import vllm_rs
 
 # A vLLM server is healthy after 15 s here, and after minutes on a machine under load.
 START_S = 300.0
@@ -130,6 +131,13 @@ class Programs:
     ) -> Program:
         """A vLLM server on loopback that leaves room for others; wait for it with `until_answers(.../health)`."""
         return self.start("vllm", vllm_argv(model, port, *options), vllm_env(dev_mode=dev_mode, plugins=plugins, **env))
+
+    def start_vllm_rs(
+        self, model: Path, http_port: int, grpc_port: int, *options: str, plugins: str = "rlbus", **env: str
+    ) -> Program:
+        """A `vllm-rs` server on loopback; wait for it with `until_answers(.../health)`. See `vllm_rs`."""
+        argv = vllm_rs.argv(model, http_port, grpc_port, *options)
+        return self.start("vllm-rs", argv, clean_env(**vllm_rs.env(self.folder, plugins=plugins), **env))
 
     def close(self) -> None:
         """End all. Idempotent."""

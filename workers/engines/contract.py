@@ -81,6 +81,7 @@ class EngineCase:
         open: starts the engine, given a folder for its files. Entered and left in one task, on the loop that all tests
             of the case share.
         requires: modules that must be installed; without one of them the case is skipped, and says so.
+        missing: what else isn't there, in words, None if nothing is missing.
         loop_factory: makes that loop (None: asyncio's own).
         long_tokens: length of a request that is sure to run still when the suite pauses or aborts it.
         settle_s: how long to watch that a paused engine stays still.
@@ -92,6 +93,7 @@ class EngineCase:
     name: str
     open: Callable[[Path], AbstractAsyncContextManager[OpenedEngine]]
     requires: tuple[str, ...] = ()
+    missing: Callable[[], str | None] = lambda: None
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     long_tokens: int = 200
     settle_s: float = 0.1
