@@ -27,11 +27,13 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.manifest import ManifestBook
+from rlbus.workers.adoption import adopt
 from rlbus.workers.answers import Answers, bad_message, find_op_id
 from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.engines.found import FoundEngine
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
@@ -126,6 +128,9 @@ class Agent:
             self._adopt(before)
         elif ledger is not None:
             self._remember(ledger)
+        if before is None and isinstance(engine, FoundEngine):
+            past = None if ledger is None else ledger.past.noted
+            self._state = adopt(self._state, past, engine.found, bus.clock.now())
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()

@@ -16,7 +16,7 @@ from rlbus.errors import ConfigError
 from rlbus.schemas import PauseMode
 from rlbus.workers.vllm_grpc import messages
 from rlbus.workers.vllm_grpc.capabilities import ServerFacts
-from rlbus.workers.vllm_grpc.faults import dead, error_of
+from rlbus.workers.vllm_grpc.faults import dead, error_of, is_engine_gone
 from rlbus.workers.vllm_grpc.messages import Method
 
 _log = logging.getLogger("rlbus.workers")
@@ -125,9 +125,9 @@ class Control:
         """Resume. Cancel: the engine may be running."""
         await self._call(messages.RESUME, CALL_S)
 
-    async def is_paused(self) -> bool:
+    async def is_paused(self, limit_s: float = CALL_S) -> bool:
         """Whether the engine's scheduler is paused. Cancel: leaves nothing."""
-        return bool((await self._call(messages.IS_PAUSED, CALL_S)).paused)
+        return bool((await self._call(messages.IS_PAUSED, limit_s)).paused)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests, of which unknown ones are no error. None given ends none. Cancel: some may end."""
@@ -174,6 +174,9 @@ class Control:
             )
         except grpc.aio.AioRpcError as exc:
             status, details = exc.code().name, exc.details() or ""
+            if is_engine_gone(status, details):
+                self._lose(f"the engine behind {self.target} is dead: its server says so ({details})")
+                raise dead(str(self._lost)) from exc
             if status == "UNAVAILABLE" and self._instance_id is not None:
                 await self._find_out(details)
             raise error_of(status, method.name, details, limit_s or 0.0) from exc

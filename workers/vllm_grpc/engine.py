@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from rlbus.errors import EngineError, refused
+from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
 from rlbus.schemas import (
     ChecksumsData,
     FaultCode,
@@ -25,6 +25,7 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.found import Found
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
@@ -34,14 +35,16 @@ from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.engine import CHECKSUM_S, UNLABELLED
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, clear_left
 from rlbus.workers.vllm_server.model import expected_of
-from rlbus.workers.vllm_server.updates import Updates
+from rlbus.workers.vllm_server.updates import TORN, Updates
 
 _log = logging.getLogger("rlbus.workers")
 
 # How long a server may take until it listens: it loads its model first.
 CONNECT_S = 1500.0
+# How long an engine may take to answer that is busy with weights, and mostly won't. Less than its watcher's patience.
+GLANCE_S = 0.2
 # How long closing may take. Source: the engine contract says 10 s for all of it.
 LEAVE_S = 5.0
 
@@ -52,7 +55,8 @@ class VllmGrpcEngine:
     Args:
         control: the server's service, not connected yet; it is closed with the engine.
         completions_url: base URL of its OpenAI routes; None if nobody is to be told.
-        run_dir: parent of the folder through which its ranks answer; None is the system's temporary folder.
+        run_dir: parent of the folder through which its ranks answer, used by nobody else; None is the system's
+            temporary folder.
         connect_s: seconds to wait for a server that doesn't listen yet.
     """
 
@@ -75,6 +79,7 @@ class VllmGrpcEngine:
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
+        self._found: Found | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -82,12 +87,20 @@ class VllmGrpcEngine:
         assert self._info is not None, "the engine has not been started"
         return self._info
 
+    @property
+    def found(self) -> Found:
+        """See `FoundEngine`."""
+        assert self._found is not None, "the engine has not been started"
+        return self._found
+
     async def start(self) -> None:
         """Connect, and find out what the server can do. Cancel: leaves nothing that `aclose` doesn't."""
         await self._control.connect(self._connect_s)
         facts = await self._control.facts()
         self._calls = EngineCalls(self._control, facts.num_ranks)
         self._pausing = Pausing(self._control, self._calls)
+        if self._run_dir is not None:
+            clear_left(self._run_dir)
         self._exchange = Exchange(self._run_dir)
         self._weights = GrpcWeights(self._control, self._exchange, facts.num_ranks)
         greeting = await self._greet(facts)
@@ -113,6 +126,10 @@ class VllmGrpcEngine:
             backends=backends,
             completions_url=self._completions_url,
         )
+        is_torn = greeting.problem is None and await self._updates.take_over()
+        observed = await self.observe()
+        is_paused = observed.generation is Generation.PAUSED
+        self._found = Found(observed.weight_version, is_paused, is_torn or observed.weight_version == TORN)
 
     async def _greet(self, facts: ServerFacts) -> Greeting:
         """Whether the ranks have rlbus's transfer backend, and see the folder that they are to answer in."""
@@ -154,6 +171,7 @@ class VllmGrpcEngine:
         self._calls.check_alive()
         await self._calls.ask("GetServerInfo", self._control.check_instance, CALL_S)
         if self._calls.is_held_paused:
+            await self._glance()
             return Observed(Generation.PAUSED)
         is_paused = await self._calls.ask("IsPaused", self._control.is_paused, CALL_S)
         label = await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S)
@@ -233,6 +251,15 @@ class VllmGrpcEngine:
         if answers.problem is not None:
             raise refused(FaultCode.ENGINE_FAILED, answers.problem)
         return checksums_data(pair for outcome in outcomes if outcome is not None for pair in outcome.digests.items())
+
+    async def _glance(self) -> None:
+        """Ask an engine that is busy with weights. No answer says nothing, but the server of a dead one says so."""
+        try:
+            await self._control.is_paused(GLANCE_S)
+        except EngineDeadError:
+            raise
+        except FaultError as exc:
+            _log.debug("the engine is busy: %s", exc)
 
     def _ready(self) -> Updates:
         assert self._updates is not None, "the engine isn't started, or is closed"

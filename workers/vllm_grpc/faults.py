@@ -40,6 +40,20 @@ _ADVICE = {
     "UNAVAILABLE": "the connection broke, so it may or may not have been done",
 }
 
+# Words of an engine that is gone, in the texts with which its server, which goes on, answers for it.
+# Source: seen with vllm-rs 0.32 after the end of its EngineCore (the first), and its error.rs (the others).
+_GONE = (
+    "client not found by identity",
+    "engine core reported fatal failure",
+    "engine-core client is closed",
+    "engine control channel closed",
+)
+
+
+def is_engine_gone(status: str, details: str) -> bool:
+    """Whether the server says that the engine behind it is dead."""
+    return status in ("INTERNAL", "UNKNOWN", "UNAVAILABLE") and any(words in details for words in _GONE)
+
 
 def fault_of(status: str, method: str, details: str, limit_s: float) -> Fault:
     """The fault for a call that ended with this status (gRPC's name of it).

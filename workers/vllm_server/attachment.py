@@ -96,7 +96,7 @@ class Attachment:
         """
         env = WorkerEnv.parse(os.environ if environ is None else environ)
         if env is None:
-            _log.warning("rlbus: RLBUS_URL is not set, so this server stays off the bus")
+            _log.warning("rlbus: RLBUS_URL is not set, so this server stays off the bus; a sidecar may put it there")
             return None
         parallel = llm.vllm_config.parallel_config
         index, count = parallel._api_process_rank, parallel._api_process_count
@@ -122,11 +122,16 @@ class Attachment:
         finally:
             task.cancel()
 
+    @property
+    def who(self) -> str:
+        """The worker's name on the bus."""
+        identity = self._env.identity
+        return f"{identity.component}/{identity.instance_id}"
+
     async def _run(self, app: Any) -> None:
         from rlbus.workers.vllm_server.engine import VllmEngine
 
-        identity = self._env.identity
-        who = f"{identity.component}/{identity.instance_id}"
+        identity, who = self._env.identity, self.who
         try:
             await self._until_listening(app)
             engine = VllmEngine(self._llm, completions_url=self._url(app), run_dir=self._env.run_dir)

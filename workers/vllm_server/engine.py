@@ -32,7 +32,7 @@ from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.model import expected_tensors
-from rlbus.workers.vllm_server.updates import CALL_S, Updates
+from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -55,14 +55,17 @@ class VllmEngine:
         llm: the server's AsyncLLM; it stays the server's.
         completions_url: where its OpenAI routes answer, None if they can't be reached.
         run_dir: parent of this engine's private folder; None is the system's temporary folder.
+        sees_requests: whether `llm` knows the requests in flight, as the server's own does.
     """
 
-    def __init__(self, llm: Any, *, completions_url: str | None = None, run_dir: str | None = None) -> None:
+    def __init__(
+        self, llm: Any, *, completions_url: str | None = None, run_dir: str | None = None, sees_requests: bool = True
+    ) -> None:
         self._llm = llm
         self._completions_url = completions_url
         self._run_dir = run_dir
         parallel = llm.vllm_config.parallel_config
-        self._is_only_server = parallel._api_process_count == 1
+        self._is_only_server = sees_requests and parallel._api_process_count == 1
         is_local = parallel.local_engines_only
         num_engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
         self._world_size: int = parallel.world_size * num_engines
@@ -116,6 +119,15 @@ class VllmEngine:
             backends=backends,
             completions_url=self._completions_url,
         )
+
+    async def take_over(self) -> bool:
+        """After `start`, of a server that ran before: leave its group, close its open update. Whether it may be torn.
+
+        Raises: EngineError, EngineDeadError. Cancel: called again, it finishes.
+        """
+        is_torn = bool(self.info.backends) and await self._ready().take_over()
+        label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
+        return is_torn or label == TORN
 
     def _backends(self) -> tuple[str, ...]:
         """What the server can join; nothing, and why in the log, if it can't take an update over a group."""

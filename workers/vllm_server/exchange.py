@@ -45,6 +45,8 @@ class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
     sums: tuple[TensorSum, ...] = ()
     # After a question: the kind of the rank's device; parameter -> sha256 of its bytes.
     device: str = ""
+    # After "hello": an update of vLLM's was started here and hasn't been finished.
+    is_open: bool = False
     digests: dict[str, str] = {}
 
 
@@ -149,11 +151,14 @@ class Watch:
             self._tick(self._folder.stop_reason())
 
 
+_PREFIX = "rlbus-vllm-"
+
+
 class Exchange:
     """The private folder of one agent, in which each call gets its own."""
 
     def __init__(self, parent: str | None = None) -> None:
-        self._root = tempfile.mkdtemp(prefix="rlbus-vllm-", dir=parent)
+        self._root = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         self._num_calls = 0
 
     def open(self, what: str) -> CallFolder:
@@ -166,6 +171,14 @@ class Exchange:
     def close(self) -> None:
         """Delete everything. Idempotent."""
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+def clear_left(parent: str) -> None:
+    """Delete what agents before left in a folder that only one worker uses. Ranks that still wait for one of them see
+    that it is gone, and give up.
+    """
+    for path in Path(parent).glob(f"{_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _read(path: Path) -> bytes | None:

@@ -8,11 +8,13 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rlbus.workers.vllm_server.about import About, attach, requests_of
 from rlbus.workers.vllm_server.attachment import SUPERVISED, Attachment
 
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
@@ -79,9 +81,12 @@ class EndpointPlugin:
 
     def __init__(self) -> None:
         self._attachment: Attachment | None = None
+        self._boot_id = secrets.token_hex(8)
+        self._llm: Any = None
 
     def attach_router(self, app: Any) -> None:
-        """Called while the application is built. No routes: its life span is what the agent lives in."""
+        """Called while the application is built. Its life span is what the agent lives in; a sidecar asks `about`."""
+        attach(app, self._about)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -107,7 +112,12 @@ class EndpointPlugin:
             ConfigError: a variable of rlbus is wrong; the server doesn't start, rather than run off the bus unseen.
         Cancel: can't come, since nothing is awaited.
         """
+        self._llm = engine_client
         self._attachment = Attachment.from_env(engine_client, args)
+
+    def _about(self) -> About:
+        worker = None if self._attachment is None else self._attachment.who
+        return About(boot_id=self._boot_id, worker=worker, requests=requests_of(self._llm))
 
 
 def endpoint_plugin() -> EndpointPlugin:

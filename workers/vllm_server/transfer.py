@@ -92,6 +92,8 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         # Layers were taken apart for a load, and haven't been put together again; and whether it came to its end.
         self._is_reloading = False
         self._is_loaded = False
+        # vLLM's update session: started, and not finished.
+        self._is_open = False
         # Of the update that is open: where the outcome of its finish goes.
         self._folder: CallFolder | None = None
 
@@ -115,7 +117,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _answer(self, question: str) -> RankOutcome:
         if question == HELLO:
-            return RankOutcome(device=self.device.type)
+            return RankOutcome(device=self.device.type, is_open=self._is_open, weights_touched=self._is_reloading)
         if question == CHECKSUMS:
             return RankOutcome(digests=self._digests())
         text = f"this rank has no answer to {question!r}; it runs another version of rlbus than who asks"
@@ -133,6 +135,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Nothing is taken apart before the first tensor is there."""
+        self._is_open = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load everything. A failure is this rank's outcome, and nothing is raised.
@@ -155,6 +158,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Put every layer together again. After an update its outcome is in that one's folder; else errors raise."""
         folder, self._folder = self._folder, None
+        self._is_open = False
         try:
             self._put_together()
         except Exception as exc:

@@ -18,7 +18,7 @@ from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
-from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, RankOutcome
+from rlbus.workers.vllm_server.exchange import HELLO, CallFolder, Exchange, RankOutcome
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -32,6 +32,8 @@ TRANSFER_S = 3600.0
 JOIN_GRACE_S = 3.0
 # How long a transfer that was told to stop may take to come back, before its caller goes.
 RELEASE_S = 1.5
+# How long an engine that an agent before this one has left may still be in a transfer: the time-out of its group.
+TAKE_OVER_S = 300.0
 # Between two looks into a folder: short while a small model passes, longer then.
 FIRST_POLL_S = 0.005
 MAX_POLL_S = 0.05
@@ -144,16 +146,52 @@ class Updates:
             folder.remove()
         self._may_have_group = False
 
-    async def _init(self, folder: CallFolder, plan: Any, first_rank: int) -> None:
+    async def _init(
+        self, folder: CallFolder, plan: Any, first_rank: int, *, ask: str | None = None, limit_s: float = CALL_S
+    ) -> None:
         info = {
             "folder": folder.path,
             "plan": plan,
             "first_rank": first_rank,
             "first_dp_index": self._first_dp_index,
+            "ask": ask,
         }
         await self._calls.hold(
-            "init_weight_transfer_engine", lambda: self._rpc("init_weight_transfer_engine", init_info=info), CALL_S
+            "init_weight_transfer_engine", lambda: self._rpc("init_weight_transfer_engine", init_info=info), limit_s
         )
+
+    async def take_over(self) -> bool:
+        """Bring an engine that ran before this agent to where an update can begin: no group, no open session. Whether
+        its weights may be torn. Called once, before anything else, by agents that live outside of the engine.
+
+        Raises: EngineError: not every rank answers in our folder, so nothing could be joined either; EngineDeadError.
+        Cancel: called again, it finishes.
+        """
+        folder = self._exchange.open(HELLO)
+        try:
+            await self._init(folder, None, 0, ask=HELLO, limit_s=TAKE_OVER_S)
+            outcomes = [folder.outcome(HELLO, rank) for rank in range(self._world_size)]
+        finally:
+            folder.remove()
+        said = [outcome for outcome in outcomes if outcome is not None and outcome.fault is None]
+        if len(said) < self._world_size:
+            text = (
+                f"{len(said)} of {self._world_size} ranks answer in {folder.path}: the worker has to be on the engine's"
+                " machine, share its folders (RLBUS_RUN_DIR), and run the same version of rlbus"
+            )
+            raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text))
+        self._may_have_group = True
+        await self.leave()
+        is_open = any(outcome.is_open for outcome in said)
+        is_torn = any(outcome.weights_touched for outcome in said)
+        if is_open:
+            _log.warning("an update that nobody finished is closed; the weights are %s", "torn" if is_torn else "whole")
+            if is_torn:
+                await self._label(TORN)
+            session = _Session(None)
+            session.is_open = True
+            await self._close(session)
+        return is_torn
 
     async def _rpc(self, method: str, **kwargs: Any) -> None:
         """As AsyncLLM's method of that name, without the request object from vLLM around its one argument."""

@@ -1,0 +1,81 @@
+"""A real vLLM server in the contract suite, driven from outside over its HTTP routes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rlbus.workers.engines.contract import EngineCase, Generated
+from tests.engines.cases_vllm import OpenedVllm as _Weighted
+from tests.peers.programs import Programs, free_port
+
+API_KEY = "contract-key"
+MAX_TOKENS = 2048
+
+
+class _Opened(_Weighted):
+    def __init__(self, http: httpx.AsyncClient, engine: Any, plane: Any, weights: Any) -> None:
+        super().__init__(None, engine, plane, weights)
+        self._http = http
+
+    async def generate(
+        self, prompt: tuple[int, ...], num_tokens: int, request_id: str, on_token: Callable[[], None] | None = None
+    ) -> Generated:
+        body = {
+            "model": self.engine.info.model,
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        tokens: list[int] = []
+        finish = ""
+        url = f"{self.engine.info.completions_url}/v1/completions"
+        async with self._http.stream("POST", url, json=body, headers={"X-Request-Id": request_id}) as response:
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data: ")
+                if not data or data == "[DONE]":
+                    continue
+                (choice,) = json.loads(data)["choices"]
+                for token in choice["token_ids"] or ():
+                    tokens.append(token)
+                    if on_token is not None:
+                        on_token()
+                finish = choice["finish_reason"] or finish
+        return Generated(tuple(tokens), finish)
+
+
+@asynccontextmanager
+async def _open(folder: Path) -> AsyncIterator[_Opened]:
+    from safetensors.torch import load_file
+
+    from rlbus.transfer.torch_plane import TorchPlane
+    from rlbus.workers.peer_http import Peer
+    from rlbus.workers.torch_lm.make import make_tiny_model
+    from rlbus.workers.vllm_http.engine import VllmHttpEngine
+
+    model = make_tiny_model(folder / "model", vocab_size=512, max_positions=MAX_TOKENS)
+    programs, port = Programs(folder), free_port()
+    plane = TorchPlane("gloo")
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    transfer = ("--weight-transfer-config", '{"backend": "gloo"}', "--api-key", API_KEY)
+    server = programs.start_vllm(model, port, *transfer, "--max-model-len", str(MAX_TOKENS))
+    engine = VllmHttpEngine(Peer.of(f"http://127.0.0.1:{port}", api_key=API_KEY), run_dir=str(folder))
+    try:
+        await asyncio.to_thread(server.until_answers, f"http://127.0.0.1:{port}/health")
+        async with httpx.AsyncClient(headers=headers, timeout=120.0, trust_env=False) as http:
+            await engine.start()
+            yield _Opened(http, engine, plane, load_file(model / "model.safetensors"))
+    finally:
+        await engine.aclose()
+        await plane.aclose()
+        programs.close()
+
+
+CASE = EngineCase(name="vllm_http", open=_open, requires=("vllm",), long_tokens=1200, settle_s=0.2, open_s=300.0)

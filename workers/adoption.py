@@ -1,0 +1,38 @@
+"""What an agent makes of an engine that ran before it: the agent before it died alone. Pure.
+
+What that agent kept (`ledger`) is a claim about an engine that may have been replaced since. The engine's own label is
+what tells: rlbus sets it as the last step of an update, to the version, and a fresh server doesn't have it.
+"""
+
+from dataclasses import replace
+
+from rlbus.schemas import PauseMode, PauseView, WeightsState, WeightsView
+from rlbus.workers.engines.found import Found
+from rlbus.workers.ledger import Noted
+from rlbus.workers.state import Lease, WorkerState
+
+# How long an engine that was found paused stays so, for whoever paused it to come back and say so; then it resumes as
+# at the end of any lease: with flushed caches, and not on torn weights. Source: the lease of an op's pause (30 s).
+FOUND_LEASE_S = 30.0
+# Who holds such a pause.
+OWNER = "an agent before this one"
+
+
+def adopt(state: WorkerState, past: Noted | None, found: Found, now: float) -> WorkerState:
+    """The state to begin with. `state` has what is known without the engine, `past` is what the agent before noted."""
+    state = replace(state, weights=_weights(state, past, found), owes_flush=found.is_paused or found.is_torn)
+    if not found.is_paused or past is None:
+        # Somebody whom no agent of this worker knows has paused it: shown as drift, and left to whoever did.
+        return state
+    pause = PauseView(owner=OWNER, mode=PauseMode.KEEP.value, since=now, expires_at=now + FOUND_LEASE_S)
+    return replace(state, pause=pause, lease=Lease(FOUND_LEASE_S))
+
+
+def _weights(state: WorkerState, past: Noted | None, found: Found) -> WeightsView:
+    before = None if past is None else past.weights
+    if found.is_torn:
+        return WeightsView(state=WeightsState.DIRTY, last_good=None if before is None else before.last_good)
+    if found.label is None:
+        return state.weights
+    is_same = before is not None and before.state is WeightsState.CLEAN and str(before.version) == found.label
+    return before if before is not None and is_same else WeightsView(state=WeightsState.UNKNOWN)

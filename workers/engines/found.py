@@ -1,0 +1,30 @@
+"""An engine that outlives its agent: what an adapter says of one that it found running, for the agent to go on from.
+
+Adapters whose engine is another process implement `FoundEngine` besides `Engine`; the rest begin with a fresh engine.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How an engine was found at the start of its adapter.
+
+    `label` is its own label of its weights, None if it has none. `is_torn` says that an update ended in their middle:
+    they aren't to be generated on.
+    """
+
+    label: str | None
+    is_paused: bool
+    is_torn: bool
+
+
+@runtime_checkable
+class FoundEngine(Protocol):
+    """An engine that ran before its adapter did."""
+
+    @property
+    def found(self) -> Found:
+        """Valid after `start`."""
+        ...

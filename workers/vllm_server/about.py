@@ -1,0 +1,57 @@
+"""`GET /rlbus` of a vLLM server with rlbus's plugin: what a sidecar can't learn from vLLM's own routes.
+
+Only a server with VLLM_SERVER_DEV_MODE=1 has it, as it has vLLM's own RL routes.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from rlbus.errors import EngineError
+from rlbus.schemas import Fault, FaultCode
+
+ABOUT = "/rlbus"
+_DEV_MODE = "VLLM_SERVER_DEV_MODE"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """`boot_id` is another one for every start of the server. `worker` is its name on the bus, if it is there by
+    itself. `requests` are the ids under which vLLM knows what is in flight; None if this process sees only a part.
+    """
+
+    boot_id: str
+    worker: str | None = None
+    requests: tuple[str, ...] | None = None
+
+    @classmethod
+    def parse(cls, data: Any) -> "About":
+        """From an answer. Raises: EngineError: it is none of ours."""
+        try:
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as exc:
+            text = f"{ABOUT} answers in another shape than this version of rlbus: {exc}"
+            raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text)) from exc
+
+
+def requests_of(llm: Any) -> tuple[str, ...] | None:
+    """The ids of what is in flight, by AsyncLLM's own book; None if other API servers have requests, too."""
+    if llm is None or llm.vllm_config.parallel_config._api_process_count != 1:
+        return None
+    states = llm.output_processor.request_states
+    found = (str(state.external_req_id or own) for own, state in states.items())
+    return tuple(dict.fromkeys(found))
+
+
+def attach(app: Any, tell: Callable[[], About], environ: Mapping[str, str] | None = None) -> None:
+    """Add the route to vLLM's application, if it has vLLM's RL routes, too."""
+    env = os.environ if environ is None else environ
+    if env.get(_DEV_MODE, "0") == "0":
+        return
+
+    async def about() -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(tell())
+        return found
+
+    app.add_api_route(ABOUT, about, methods=["GET"], include_in_schema=False)
