@@ -7,7 +7,7 @@ a `PeerError`, or an `EngineDeadError` where nobody listens any more.
 
 import asyncio
 import json
-import logging
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,6 @@ import httpx
 
 from rlbus.errors import ConfigError, EngineDeadError, EngineError
 from rlbus.schemas import Fault, FaultCode
-
-_log = logging.getLogger("rlbus.workers")
 
 # An answer may be this long: checksums of 10,000 tensors are 1.5 MB.
 MAX_BODY_BYTES = 16 << 20
@@ -150,6 +148,8 @@ class PeerClient:
             max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S
         )
         self._http = httpx.AsyncClient(
+            # The system's authorities, or those of SSL_CERT_FILE.
+            verify=ssl.create_default_context() if peer.url.startswith("https:") else True,
             headers=dict(peer.headers),
             limits=limits,
             transport=transport,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlbus.cli import fleet, run
+from rlbus.cli import fleet, run, sidecars
 from rlbus.cli.output import EXIT_CODES
 
 _EPILOG = "Exit codes: " + "; ".join(f"{int(code)} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
@@ -23,6 +23,7 @@ app = typer.Typer(
 # In the order of the help: run the pieces, see the fleet, steer it.
 app.command()(run.up)
 app.command()(run.controller)
+run.worker_app.command("vllm-http", context_settings=sidecars.PASS_ON)(sidecars.worker_vllm_http)
 app.add_typer(run.worker_app, name="worker")
 app.command()(run.demo)
 app.command()(fleet.workers)

