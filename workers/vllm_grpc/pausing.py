@@ -98,7 +98,7 @@ class Pausing:
             yield
         finally:
             if not was_paused:
-                await self._resume()
+                await self._resume_surely()
 
     async def _is_paused(self) -> bool:
         return await self._calls.ask("IsPaused", self._control.is_paused, CALL_S)
@@ -106,6 +106,15 @@ class Pausing:
     async def _pause(self, mode: PauseMode, clear_cache: bool, limit_s: float = CALL_S) -> None:
         what = f"PauseGeneration ({mode.value})"
         await self._calls.ask(what, lambda: self._control.pause(mode, clear_cache, limit_s), limit_s)
+
+    async def _resume_surely(self) -> None:
+        """Also when whoever waits for it is cancelled: then it ends only once the engine goes on, or CALL_S is over."""
+        resuming = asyncio.get_running_loop().create_task(self._resume())
+        try:
+            await asyncio.shield(resuming)
+        except asyncio.CancelledError:
+            await asyncio.wait({resuming})
+            raise
 
     async def _resume(self) -> None:
         await self._calls.ask("ResumeGeneration", self._control.resume, CALL_S)
