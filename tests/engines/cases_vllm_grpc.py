@@ -70,6 +70,7 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     from safetensors.torch import load_file
 
     from rlbus.transfer.torch_plane import TorchPlane
+    from rlbus.workers.peer_http import Peer
     from rlbus.workers.torch_lm.make import make_tiny_model
     from rlbus.workers.vllm_grpc.control import Control
     from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
@@ -85,7 +86,9 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
         await asyncio.to_thread(server.until_answers, f"{url}/health")
         plane = TorchPlane("gloo")
         stack.push_async_callback(plane.aclose)
-        engine = VllmGrpcEngine(Control(f"127.0.0.1:{grpc_port}"), completions_url=url, run_dir=str(folder))
+        engine = VllmGrpcEngine(
+            Control(Peer.of(f"http://127.0.0.1:{grpc_port}")), completions_url=url, run_dir=str(folder)
+        )
         stack.push_async_callback(engine.aclose)
         await engine.start()
         opened = _Opened(url, str(model), engine, plane, load_file(model / "model.safetensors"))

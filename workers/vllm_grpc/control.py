@@ -6,14 +6,16 @@ started anew (it has another instance id) is never taken for the one before, sin
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from rlbus.errors import ConfigError
-from rlbus.schemas import PauseMode
+from rlbus.errors import ConfigError, refused
+from rlbus.schemas import FaultCode, PauseMode
+from rlbus.workers.peer_http import Peer
 from rlbus.workers.vllm_grpc import messages
 from rlbus.workers.vllm_grpc.capabilities import ServerFacts
 from rlbus.workers.vllm_grpc.faults import dead, error_of, is_engine_gone
@@ -43,18 +45,19 @@ class Control:
     """One server. `connect` first, `aclose` last.
 
     Args:
-        target: HOST:PORT, as gRPC takes it.
-        headers: sent with every call (lower-case names), e.g. credentials for a proxy before the server.
-        ca: PEM file of the authority that signed the server's certificate; None talks without TLS.
+        peer: where it answers (https: with TLS, by the authorities of the system or of SSL_CERT_FILE), and what goes
+            with every call, e.g. credentials for a proxy before the server.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: the file with the authorities can't be read.
     """
 
-    def __init__(self, target: str, *, headers: Sequence[tuple[str, str]] = (), ca: str | None = None) -> None:
-        self.target = target
-        self._headers = tuple(headers)
-        self._credentials = _credentials(ca)
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.target = f"[{peer.host}]:{peer.port}" if ":" in peer.host else f"{peer.host}:{peer.port}"
+        # gRPC takes lower-case names only.
+        self._headers = tuple((name.lower(), value) for name, value in peer.headers.items())
+        self._credentials = _credentials(os.environ.get("SSL_CERT_FILE")) if peer.url.startswith("https:") else None
         self._channel: Any = None
         self._calls: dict[str, Any] = {}
         self._instance_id: str | None = None
@@ -118,7 +121,11 @@ class Control:
         self._check_instance(info.instance_id)
 
     async def pause(self, mode: PauseMode, clear_cache: bool, limit_s: float | None = CALL_S) -> None:
-        """Pause. Cancel: the engine is, or becomes, paused."""
+        """Pause. Raises: RefusedError: no mode of vLLM's. Cancel: the engine is, or becomes, paused."""
+        if mode not in _MODES:
+            raise refused(
+                FaultCode.BAD_MESSAGE, f"{mode!r} is no pause mode; use one of {', '.join(_MODES)}", mode=mode
+            )
         await self._call(messages.PAUSE, limit_s, mode=_MODES[mode], clear_cache=clear_cache)
 
     async def resume(self) -> None:
@@ -173,7 +180,7 @@ class Control:
                 request, timeout=limit_s, metadata=self._headers, wait_for_ready=is_waiting
             )
         except grpc.aio.AioRpcError as exc:
-            status, details = exc.code().name, exc.details() or ""
+            status, details = exc.code().name, self._peer.hide(exc.details() or "")
             if is_engine_gone(status, details):
                 self._lose(f"the engine behind {self.target} is dead: its server says so ({details})")
                 raise dead(str(self._lost)) from exc
@@ -218,10 +225,11 @@ class Control:
 
 
 def _credentials(ca: str | None) -> Any:
+    """Of a server with TLS; `ca` None trusts the authorities that gRPC brings along."""
     if ca is None:
-        return None
+        return grpc.ssl_channel_credentials()
     try:
         with open(ca, "rb") as file:
             return grpc.ssl_channel_credentials(root_certificates=file.read())
     except OSError as exc:
-        raise ConfigError("ca", ca, f"can't be read: {exc.strerror}") from exc
+        raise ConfigError("SSL_CERT_FILE", ca, f"can't be read: {exc.strerror}") from exc
