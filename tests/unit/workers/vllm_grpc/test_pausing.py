@@ -40,7 +40,7 @@ class Server:
             if mode.value in self.fails:
                 raise RuntimeError("boom")
             self.is_paused_now = True
-            while mode is PauseMode.WAIT and self.is_busy:
+            while mode is PauseMode.WAIT and self.is_busy:  # noqa: ASYNC110 - the clock is virtual
                 await asyncio.sleep(1.0)
             if mode is PauseMode.ABORT:
                 self.is_busy = False
