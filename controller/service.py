@@ -50,11 +50,13 @@ from rlbus.schemas import (
     Report,
     ResumeFleet,
     SenderSignal,
+    SleepFleet,
     TensorSpec,
     TensorSum,
     UpdateWeights,
     Version,
     WaitReady,
+    WakeFleet,
     WorkerId,
     WorkerMessage,
 )
@@ -71,7 +73,7 @@ STOP_S = 8.0
 
 # Name of an op that brings workers to the version that the fleet has.
 CATCH_UP = "catch_up"
-VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions
+VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions | SleepFleet | WakeFleet
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ REFUSALS = frozenset(
         FaultCode.STALE_EPOCH,
         FaultCode.BUSY,
         FaultCode.WRONG_STATE,
+        FaultCode.ASLEEP,
         FaultCode.DIRTY,
         FaultCode.VERSION_REGRESSION,
         FaultCode.MANIFEST_UNKNOWN,
