@@ -264,12 +264,15 @@ class FakeEngine:
     async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
         """See `SleepEngine`. Fails, if told to, when the memory is gone."""
         step = self._note("sleep")
+        await asyncio.sleep(step.latency_s)
         paused = await self.requests.pause(mode, clear_cache=True)
         num_freed = self.memory.sleep(tags, level)
         if self.memory.is_discarded:
             self.held = dict.fromkeys(self.held, GARBAGE)
             self._signature = self._sign()
-        await self._finish(step)
+        if step.fault is not None:
+            raise error_from_fault(step.fault)
+        await self._deviate(step)
         asleep = in_order(self.memory.asleep)
         return SleepData(asleep=asleep, num_bytes=num_freed, num_aborted=paused.num_aborted)
 
@@ -315,9 +318,7 @@ class FakeEngine:
 
     async def _play(self, verb: str) -> None:
         """A call without bytes: latency, then what is scripted."""
-        await self._finish(self._note(verb))
-
-    async def _finish(self, step: Step) -> None:
+        step = self._note(verb)
         if step.latency_s:
             await asyncio.sleep(step.latency_s)
         if step.fault is not None:
