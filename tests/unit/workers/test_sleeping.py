@@ -25,11 +25,12 @@ from rlbus.schemas import (
     WakeUp,
     WeightsState,
 )
+from rlbus.testing import run
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, KV_CACHE_BYTES, ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.leases import RETRY_S
-from rlbus.workers.testing import Rig, code_of, on_worker, run, updated, worker_on_bus
+from rlbus.workers.testing import Rig, code_of, on_worker, updated, worker_on_bus
 
 pytestmark = pytest.mark.unit
 
