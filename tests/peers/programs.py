@@ -4,6 +4,7 @@ What a test needs of a program that isn't installed is no reason to skip it: `ma
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -88,6 +90,22 @@ class Program:
     def until_says(self, text: str, limit_s: float = START_S) -> None:
         """Wait until its output has `text`."""
         self.until(lambda: text in self.log.read_text(errors="replace"), limit_s)
+
+    def document(self, limit_s: float = START_S) -> Any:
+        """The first JSON document in its output, a line of its own; waits for it."""
+        self.until(lambda: self._document() is not None, limit_s)
+        return self._document()
+
+    def _document(self) -> Any:
+        for line in self.log.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                if line.startswith("{"):
+                    return json.loads(line)
+        return None
+
+    def wait(self, limit_s: float = START_S) -> int:
+        """Its exit status, once it has ended by itself."""
+        return self._process.wait(limit_s)
 
     def signal(self, number: signal.Signals) -> None:
         """Send one to the process itself, not to its group."""
