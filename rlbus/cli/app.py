@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlbus.cli import fleet, run, sidecars
+from rlbus.cli import fleet, run, sidecar_grpc, sidecars
 from rlbus.cli.output import EXIT_CODES
 
 _EPILOG = "Exit codes: " + "; ".join(f"{int(code)} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(run.up)
 app.command()(run.controller)
 run.worker_app.command("vllm-http", context_settings=sidecars.PASS_ON)(sidecars.worker_vllm_http)
+run.worker_app.command("vllm-grpc", context_settings=sidecars.PASS_ON)(sidecar_grpc.worker_vllm_grpc)
 app.add_typer(run.worker_app, name="worker")
 app.command()(run.demo)
 app.command()(fleet.workers)

@@ -188,10 +188,10 @@ async def supervise_pair(
         )
         async with stop_signal() as stopped:
             of_agent = Supervision(who=who, on_ready=on_ready)
-            return await _run(pair, of_agent, RestartPolicy() if policy is None else policy, stopped)
+            return await run_pair(pair, of_agent, RestartPolicy() if policy is None else policy, stopped)
 
 
-async def _run(pair: Pair, of_agent: Supervision, policy: RestartPolicy, stopped: asyncio.Event) -> int:
+async def run_pair(pair: Pair, of_agent: Supervision, policy: RestartPolicy, stopped: asyncio.Event) -> int:
     """Keep both running. The agent is stopped first, so that it can say goodbye while its engine stands."""
     agent_stopped, server_stopped = asyncio.Event(), asyncio.Event()
     server = asyncio.ensure_future(
