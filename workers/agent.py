@@ -33,7 +33,7 @@ from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
-from rlbus.workers.engines.found import FoundEngine
+from rlbus.workers.engines.found import Found, FoundEngine
 from rlbus.workers.engines.sleep import SleepEngine
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
@@ -131,8 +131,7 @@ class Agent:
         elif ledger is not None:
             self._remember(ledger)
         if before is None and isinstance(engine, FoundEngine):
-            past = None if ledger is None else ledger.past.noted
-            self._state = adopt(self._state, past, engine.found, bus.clock.now())
+            self._go_on_from(engine.found, ledger)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
@@ -238,6 +237,14 @@ class Agent:
             _log.info(text, descriptor.component, descriptor.instance_id, before.state.value, before.version)
         ledger.note(noted(self._state))
         self.journal.keep_in(ledger, descriptor.component, descriptor.instance_id, self.boot_id)
+
+    def _go_on_from(self, found: Found, ledger: Ledger | None) -> None:
+        past = None if ledger is None else ledger.past.noted
+        self._state = adopt(self._state, past, found, self._bus.clock.now())
+        if ledger is not None:
+            ledger.note(noted(self._state))
+        weights, held = self._state.weights, "paused" if found.is_paused else "running"
+        _log.info("the engine was found %s; its weights are %s at %s", held, weights.state.value, weights.version)
 
     def _adopt(self, before: "Agent") -> None:
         self._state = replace(before.state, running=None, queued=None)

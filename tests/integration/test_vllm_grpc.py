@@ -221,10 +221,12 @@ def test_dead_engine_behind_a_living_server_is_seen_even_in_an_update(tmp_path: 
             held = asyncio.ensure_future(calls.hold("start", lambda: control.start_update(20.0), 20.0, is_paused=True))
             await asyncio.sleep(0.2)
             script.answers["IsPaused"] = forever
+            engine._next_glance_s = 0.0
             assert (await engine.observe()).generation is Generation.PAUSED
             script.refuse(
                 "IsPaused", "INTERNAL", "is_paused failed: transport error: Destination client not found by identity"
             )
+            engine._next_glance_s = 0.0
             with pytest.raises(EngineDeadError, match="its server says so"):
                 await engine.observe()
             with pytest.raises(EngineDeadError):

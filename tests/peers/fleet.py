@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from typer.testing import CliRunner
 
+from rlbus.cli.app import app
 from tests.peers.programs import START_S, Program, Programs, clean_env
 
 POLL_S = 0.1
-# What one command may take.
-COMMAND_S = 120.0
 
 
 class Fleet:
@@ -36,10 +35,10 @@ class Fleet:
         return self._programs.start(name, [sys.executable, "-m", "rlbus", *argv], self.env(**env))
 
     def rlbus(self, *argv: str, expected: int = 0) -> Any:
-        """Run a command to its end; its JSON document."""
-        command = [sys.executable, "-m", "rlbus", *argv, "--json"]
-        done = subprocess.run(command, env=self.env(), capture_output=True, text=True, timeout=COMMAND_S, check=False)
-        assert done.returncode == expected, f"{argv}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        """Run a command to its end, in this process; its JSON document."""
+        env: dict[str, str | None] = {name: None for name in os.environ if name.startswith("RLBUS_")}
+        done = CliRunner().invoke(app, [*argv, "--json"], env={**env, "RLBUS_URL": self.url})
+        assert done.exit_code == expected, f"{argv}: {done.exit_code}\n{done.stdout}\n{done.stderr}"
         return json.loads(done.stdout)
 
     def member(self, instance_id: str) -> dict[str, Any] | None:
@@ -80,8 +79,3 @@ def is_gone(pid: int) -> bool:
     except FileNotFoundError:
         return True
     return stat.rpartition(")")[2].split()[0] in "ZX"
-
-
-def kill(pid: int, number: int) -> None:
-    """A signal to one process that a test's own program started."""
-    os.kill(pid, number)

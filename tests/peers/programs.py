@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from rlbus._process import die_with_parent
+from rlbus.workers.supervisor.processes import kill_left, tree
 from rlbus.workers.vllm_server.command import small_machine_env
 from tests.peers import vllm_rs
 
@@ -113,17 +114,21 @@ class Program:
             self._process.send_signal(number)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group. Idempotent."""
+        """SIGTERM, then SIGKILL to the whole group and to what it started elsewhere. Idempotent."""
+        below = tree(self.pid)
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
         self.kill()
+        kill_left(below)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group. Idempotent."""
+        """SIGKILL to the whole group, and to what it started in groups of their own. Idempotent."""
+        below = tree(self.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(STOP_S)
+        kill_left(below)
 
     def tail(self) -> str:
         """The end of its output."""

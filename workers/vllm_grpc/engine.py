@@ -45,6 +45,7 @@ _log = logging.getLogger("rlbus.workers")
 CONNECT_S = 1500.0
 # How long an engine may take to answer that is busy with weights, and mostly won't. Less than its watcher's patience.
 GLANCE_S = 0.2
+GLANCE_EVERY_S = 2.0
 # How long closing may take. Source: the engine contract says 10 s for all of it.
 LEAVE_S = 5.0
 
@@ -80,6 +81,7 @@ class VllmGrpcEngine:
         self._expected: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
         self._found: Found | None = None
+        self._next_glance_s = 0.0
 
     @property
     def info(self) -> EngineInfo:
@@ -253,7 +255,14 @@ class VllmGrpcEngine:
         return checksums_data(pair for outcome in outcomes if outcome is not None for pair in outcome.digests.items())
 
     async def _glance(self) -> None:
-        """Ask an engine that is busy with weights. No answer says nothing, but the server of a dead one says so."""
+        """Ask an engine that is busy with weights. No answer says nothing, but the server of a dead one says so.
+
+        Seldom, since the server logs a warning for each answer that nobody waits for any more.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_glance_s:
+            return
+        self._next_glance_s = now_s + GLANCE_EVERY_S
         try:
             await self._control.is_paused(GLANCE_S)
         except EngineDeadError:

@@ -1,0 +1,133 @@
+"""What an agent makes of an engine that ran before it."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlbus.schemas import FaultCode, ResumeGeneration, Version, WeightsState, WeightsView
+from rlbus.testing import run
+from rlbus.workers.adoption import FOUND_LEASE_S, adopt
+from rlbus.workers.engines.fake import FakeEngine
+from rlbus.workers.engines.found import Found
+from rlbus.workers.ledger import Ledger, Noted, come_back
+from rlbus.workers.state import WorkerState
+from rlbus.workers.testing import COMPONENT, INSTANCE_ID, NAMESPACE, code_of, worker_on_bus
+
+pytestmark = pytest.mark.unit
+
+FRESH = WorkerState(component="backend", instance_id="7", world_size=1, routes=frozenset())
+V7 = Version(step=7)
+CLEAN_7 = WeightsView(state=WeightsState.CLEAN, version=V7, last_good=V7)
+
+
+def past(weights: WeightsView) -> Noted:
+    """What the agent before noted."""
+    return Noted(term=3, epoch=None, epoch_term=0, weights=weights)
+
+
+def adopted(before: Noted | None, found: Found) -> WorkerState:
+    """The state that the next agent begins with."""
+    return adopt(FRESH if before is None else come_back(FRESH, before), before, found, 100.0)
+
+
+def test_weights_that_the_engine_labels_as_noted_are_the_noted_ones() -> None:
+    """Both say the same: it is the engine of before, with what was committed last."""
+    state = adopted(past(CLEAN_7), Found("0.7", is_paused=False, is_torn=False))
+    assert state.weights == CLEAN_7
+    assert (state.term, state.pause) == (3, None)
+
+
+@pytest.mark.parametrize("label", [None, "0.6", "somebody's"])
+def test_weights_of_another_label_are_unknown(label: str | None) -> None:
+    """Another server, or somebody else's update: what was noted is no claim of this engine."""
+    state = adopted(past(CLEAN_7), Found(label, is_paused=False, is_torn=False))
+    assert state.weights == WeightsView(state=WeightsState.UNKNOWN)
+
+
+def test_weights_that_were_not_clean_are_not_made_so() -> None:
+    """The agent died after the label, and before it knew that all ranks had finished."""
+    updating = WeightsView(state=WeightsState.UPDATING, last_good=V7)
+    assert adopted(past(updating), Found("0.7", False, False)).weights.state is WeightsState.UNKNOWN
+
+
+def test_torn_weights_stay_torn() -> None:
+    """Whoever notes them: DESIGN section 4 rule 4, they aren't resumed on."""
+    for before in (past(CLEAN_7), None):
+        state = adopted(before, Found("torn", is_paused=True, is_torn=True))
+        assert state.weights.state is WeightsState.DIRTY
+        assert state.owes_flush
+
+
+def test_server_that_nobody_labelled_is_as_any_fresh_engine() -> None:
+    """It has what it was started from; one that somebody labelled hasn't."""
+    assert adopted(None, Found(None, False, False)) == FRESH
+    assert adopted(None, Found("0.7", False, False)).weights.state is WeightsState.UNKNOWN
+
+
+def test_pause_of_a_dead_agent_gets_a_lease() -> None:
+    """SCENARIOS 53: it ends by itself, with the caches flushed."""
+    state = adopted(past(CLEAN_7), Found("0.7", is_paused=True, is_torn=False))
+    assert state.pause is not None
+    assert state.lease is not None
+    assert (state.pause.owner, state.pause.expires_at) == ("an agent before this one", 100.0 + FOUND_LEASE_S)
+    assert (state.lease.lease_s, state.owes_flush) == (FOUND_LEASE_S, True)
+
+
+def test_pause_of_somebody_unknown_is_left_alone() -> None:
+    """A person paused the server by hand before it was put on the bus."""
+    state = adopted(None, Found(None, is_paused=True, is_torn=False))
+    assert state == replace(FRESH, owes_flush=True)
+
+
+class Outliving(FakeEngine):
+    """An engine that ran before."""
+
+    found = Found("0.7", is_paused=True, is_torn=False)
+
+
+def ledger_at(folder: Path, weights: WeightsView) -> Ledger:
+    """With what the agent before noted."""
+    with_past = Ledger.open(folder, NAMESPACE, COMPONENT, INSTANCE_ID)
+    assert with_past is not None
+    with_past.note(past(weights))
+    with_past.close()
+    again = Ledger.open(folder, NAMESPACE, COMPONENT, INSTANCE_ID)
+    assert again is not None
+    return again
+
+
+def test_agent_resumes_what_its_predecessor_left_paused_and_notes_what_it_found(tmp_path: Path) -> None:
+    """At the end of the lease, with flushed caches; a third agent would find the same."""
+
+    async def main() -> None:
+        engine = Outliving()
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                assert rig.agent.state.weights == CLEAN_7
+                await asyncio.sleep(FOUND_LEASE_S - 1.0)
+                assert "resume" not in engine.calls
+                await asyncio.sleep(2.0)
+                assert [call for call in engine.calls if call != "observe"][-2:] == ["flush_cache", "resume"]
+                assert rig.agent.state.pause is None
+        with Ledger.open(tmp_path, NAMESPACE, COMPONENT, INSTANCE_ID) or pytest.fail("no ledger") as third:
+            assert third.past.noted is not None
+            assert third.past.noted.weights == CLEAN_7
+
+    run(main())
+
+
+def test_agent_does_not_resume_on_weights_that_it_found_torn(tmp_path: Path) -> None:
+    """Not at the end of the lease, and not when it is asked to."""
+
+    async def main() -> None:
+        engine = Outliving()
+        engine.found = Found("torn", is_paused=True, is_torn=True)  # type: ignore[misc]
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                await asyncio.sleep(FOUND_LEASE_S * 2)
+                assert code_of(await rig.send(ResumeGeneration(), term=3)) is FaultCode.DIRTY
+                assert "resume" not in engine.calls
+
+    run(main())
