@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlbus.workers.engines.sleep import SLEEP_ROUTES
 from rlbus.workers.vllm_server.exchange import RankOutcome
 
 # Names under which rlbus adds its transfer backend to vLLM. Source: rlbus.workers.vllm_server.plugin.register.
@@ -92,6 +93,9 @@ def routes_of(facts: ServerFacts, greeting: Greeting, *, has_expected: bool) -> 
         routes.add("get_weight_checksums")
         if has_expected:
             routes |= {"update_weights_from_disk", "update_weights_from_distributed"}
+    # On a CPU vLLM only says that it sleeps (facts/vllm-cpu.md 9).
+    if facts.has_sleep and "cpu" not in greeting.devices:
+        routes |= SLEEP_ROUTES
     return frozenset(routes)
 
 

@@ -122,11 +122,16 @@ class Control:
 
     async def pause(self, mode: PauseMode, clear_cache: bool, limit_s: float | None = CALL_S) -> None:
         """Pause. Raises: RefusedError: no mode of vLLM's. Cancel: the engine is, or becomes, paused."""
-        if mode not in _MODES:
-            raise refused(
-                FaultCode.BAD_MESSAGE, f"{mode!r} is no pause mode; use one of {', '.join(_MODES)}", mode=mode
-            )
-        await self._call(messages.PAUSE, limit_s, mode=_MODES[mode], clear_cache=clear_cache)
+        number = _mode_number(mode)
+        await self._call(messages.PAUSE, limit_s, mode=number, clear_cache=clear_cache)
+
+    async def sleep(self, level: int, mode: PauseMode, limit_s: float) -> None:
+        """Pause, and give the memory back. Raises: RefusedError: no mode of vLLM's. Cancel: it may sleep."""
+        await self._call(messages.SLEEP, limit_s, level=level, mode=_mode_number(mode))
+
+    async def wake_up(self, tags: Sequence[str], limit_s: float) -> None:
+        """Take back the memory of `tags`; with the last of them it generates. Cancel: it may be awake."""
+        await self._call(messages.WAKE_UP, limit_s, tags=list(tags))
 
     async def resume(self) -> None:
         """Resume. Cancel: the engine may be running."""
@@ -222,6 +227,14 @@ class Control:
         if self._lost is None:
             _log.error("%s", why)
             self._lost = why
+
+
+def _mode_number(mode: PauseMode) -> int:
+    """vLLM's number of it. Raises: RefusedError: it is no mode; the server would take that for an abort."""
+    if mode not in _MODES:
+        text = f"{mode!r} is no pause mode; use one of {', '.join(_MODES)}"
+        raise refused(FaultCode.BAD_MESSAGE, text, mode=mode)
+    return _MODES[mode]
 
 
 def _credentials(ca: str | None) -> Any:

@@ -20,16 +20,20 @@ from rlbus.schemas import (
     PauseMode,
     RankSpan,
     ReceivedData,
+    SleepData,
+    SleepTag,
     TensorSpec,
     TensorSum,
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
 from rlbus.workers.engines.found import Found
+from rlbus.workers.engines.sleep import SLEEP_ROUTES
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import Pausing
+from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_grpc.weights import GrpcWeights
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
@@ -75,6 +79,7 @@ class VllmGrpcEngine:
         self._connect_s = connect_s
         self._calls = EngineCalls(control)
         self._pausing = Pausing(control, self._calls)
+        self._sleeping = Sleeping(control, self._calls, self._pausing)
         self._exchange: Exchange | None = None
         self._weights: GrpcWeights | None = None
         self._updates: Updates | None = None
@@ -131,6 +136,8 @@ class VllmGrpcEngine:
         is_torn = greeting.problem is None and await self._updates.take_over()
         observed = await self.observe()
         is_paused = observed.generation is Generation.PAUSED
+        can_sleep = self._info.routes >= SLEEP_ROUTES
+        self._sleeping = Sleeping(self._control, self._calls, self._pausing, in_doubt=is_paused and can_sleep)
         self._found = Found(observed.weight_version, is_paused, is_torn or observed.weight_version == TORN)
 
     async def _greet(self, facts: ServerFacts) -> Greeting:
@@ -174,11 +181,11 @@ class VllmGrpcEngine:
         await self._calls.ask("GetServerInfo", self._control.check_instance, CALL_S)
         if self._calls.is_held_paused:
             await self._glance()
-            return Observed(Generation.PAUSED)
+            return Observed(Generation.PAUSED, asleep=self._sleeping.asleep)
         is_paused = await self._calls.ask("IsPaused", self._control.is_paused, CALL_S)
         label = await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S)
         generation = Generation.PAUSED if is_paused else Generation.RUNNING
-        return Observed(generation, None if label == UNLABELLED else label)
+        return Observed(generation, None if label == UNLABELLED else label, asleep=self._sleeping.asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`. The service counts no requests. Cancel: the engine is, or becomes, paused."""
@@ -205,6 +212,23 @@ class VllmGrpcEngine:
         elif request_ids:
             await self._calls.ask("Abort", lambda: self._control.abort(_spellings(request_ids)), CALL_S)
         return None
+
+    # --- SleepEngine
+
+    @property
+    def sleep_tags(self) -> frozenset[SleepTag]:
+        """None where the server has no sleep."""
+        return TAGS if self.info.routes >= SLEEP_ROUTES else frozenset()
+
+    async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
+        """See `SleepEngine`. Both tags at once only."""
+        return await self._sleeping.sleep(tags, level, mode)
+
+    async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
+        """See `SleepEngine`. The last wake is refused as long as discarded weights haven't been replaced."""
+        return await self._sleeping.wake_up(tags)
+
+    # --- weights
 
     def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
         """See `Engine`."""

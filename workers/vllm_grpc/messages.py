@@ -47,6 +47,8 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "ModelInfo": ("1 string model_id", "2 string served_model_name", "22 bool supports_lora"),
     "AbortRequest": ("1 repeated string request_ids",),
     "PauseGenerationRequest": ("1 enum mode", "2 optional bool clear_cache"),
+    "SleepRequest": ("1 optional uint32 level", "2 enum mode"),
+    "WakeUpRequest": ("1 repeated string tags",),
     "IsPausedResponse": ("1 bool paused",),
     "InitWeightTransferEngineRequest": ("1 bytes init_info_json",),
     "UpdateWeightsRequest": ("1 bytes update_info_json",),
@@ -75,6 +77,8 @@ ABORT = Method("Abort", "AbortRequest")
 PAUSE = Method("PauseGeneration", "PauseGenerationRequest")
 RESUME = Method("ResumeGeneration")
 IS_PAUSED = Method("IsPaused", response="IsPausedResponse")
+SLEEP = Method("Sleep", "SleepRequest")
+WAKE_UP = Method("WakeUp", "WakeUpRequest")
 INIT_TRANSFER = Method("InitWeightTransferEngine", "InitWeightTransferEngineRequest")
 START_UPDATE = Method("StartWeightUpdate")
 UPDATE_WEIGHTS = Method("UpdateWeights", "UpdateWeightsRequest")
@@ -88,6 +92,8 @@ METHODS = (
     PAUSE,
     RESUME,
     IS_PAUSED,
+    SLEEP,
+    WAKE_UP,
     INIT_TRANSFER,
     START_UPDATE,
     UPDATE_WEIGHTS,
