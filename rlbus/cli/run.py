@@ -94,6 +94,8 @@ def log_as_service() -> None:
     root = logging.getLogger()
     if root.level > logging.INFO:
         root.setLevel(logging.INFO)
+    if root.level > logging.DEBUG:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a sidecar asks its engine several times a second
 
 
 def up(

@@ -67,7 +67,7 @@ def test_server_that_nobody_labelled_is_as_any_fresh_engine() -> None:
 
 
 def test_pause_of_a_dead_agent_gets_a_lease() -> None:
-    """SCENARIOS 53: it ends by itself, with the caches flushed."""
+    """It ends by itself, with the caches flushed."""
     state = adopted(past(CLEAN_7), Found("0.7", is_paused=True, is_torn=False))
     assert state.pause is not None
     assert state.lease is not None

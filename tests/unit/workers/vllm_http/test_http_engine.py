@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from rlbus.errors import ConfigError, EngineDeadError, EngineError, FaultError, RLBusError
-from rlbus.schemas import FaultCode, Generation, PauseMode, Version
+from rlbus.schemas import FaultCode, Generation, GroupPlan, PauseMode, RankSpan, Rendezvous, Version
 from rlbus.testing import run
 from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.found import Found, FoundEngine
@@ -319,7 +319,7 @@ def test_cache_that_stays_full_fails_the_flush(server: FakeServer) -> None:
 
 
 def test_reload_goes_by_the_one_rpc_that_is_meant(server: FakeServer, tmp_path: Path) -> None:
-    """Never a name that somebody else chose; the folder is compared first, the label is set last."""
+    """SCENARIOS 45: never a name that somebody else chose; the folder is compared first, the label is set last."""
 
     async def check(engine: VllmHttpEngine) -> None:
         await engine.load_weights(str(server.model), Version(step=3))
@@ -359,6 +359,33 @@ def test_failed_collective_call_of_several_ranks_is_the_engines_end(server: Fake
             await engine.checksums()
         with pytest.raises(EngineDeadError, match="out of step"):
             await engine.observe()
+
+    on_engine(server, check)
+
+
+def test_join_that_vllm_refuses_fails_with_its_words(server: FakeServer) -> None:
+    """SCENARIOS 46: every status that isn't success is a failure, and nothing is joined."""
+    joined = GroupPlan(
+        epoch=1,
+        group_id="g",
+        backend="gloo",
+        num_trainer_ranks=1,
+        world_size=2,
+        spans=(RankSpan(component="backend", instance_id="7", first=1, num_ranks=1),),
+        rendezvous=Rendezvous(host="127.0.0.1", port=1, prefix="g"),
+        bucket_bytes=16,
+        timeout_s=10.0,
+    )
+
+    async def check(engine: VllmHttpEngine) -> None:
+        for status in (500, 502, 422):
+            path = "/init_weight_transfer_engine"
+            server.instead[path] = lambda status=status: httpx.Response(
+                status, json={"error": {"message": "not today"}}
+            )
+            with pytest.raises(EngineError, match="not today"):
+                await engine.join_group(joined, joined.spans[0])
+        server.instead.clear()
 
     on_engine(server, check)
 
