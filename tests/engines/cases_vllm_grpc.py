@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from rlbus.workers.engines.base import Engine
 
+# Long enough that a request still runs when a machine under load comes to abort it.
+_MAX_TOKENS = 2048
 # A stream of tokens may be silent while the engine is paused, but not longer than a test.
 _SILENCE_S = 60.0
 
@@ -75,13 +77,13 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     from rlbus.workers.vllm_grpc.control import Control
     from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 
-    model = make_tiny_model(folder / "model", vocab_size=512)
+    model = make_tiny_model(folder / "model", vocab_size=512, max_positions=_MAX_TOKENS)
     http_port, grpc_port = free_port(), free_port()
     programs = Programs(folder)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(programs.close)
         transfer = ("--weight-transfer-config", json.dumps({"backend": "gloo"}))
-        server = programs.start_vllm_rs(model, http_port, grpc_port, *transfer)
+        server = programs.start_vllm_rs(model, http_port, grpc_port, *transfer, max_model_len=_MAX_TOKENS)
         url = f"http://127.0.0.1:{http_port}"
         await asyncio.to_thread(server.until_answers, f"{url}/health")
         plane = TorchPlane("gloo")
@@ -101,7 +103,7 @@ CASE = EngineCase(
     open=_open,
     requires=("vllm", "grpc"),
     missing=lambda: None if vllm_rs.is_there() else "vllm-rs, which `make test-peers` fetches",
-    long_tokens=400,
+    long_tokens=1500,
     settle_s=0.2,
     open_s=300.0,
     counts_requests=False,

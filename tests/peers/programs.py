@@ -156,10 +156,17 @@ class Programs:
         return self.start("vllm", vllm_argv(model, port, *options), vllm_env(dev_mode=dev_mode, plugins=plugins, **env))
 
     def start_vllm_rs(
-        self, model: Path, http_port: int, grpc_port: int, *options: str, plugins: str = "rlbus", **env: str
+        self,
+        model: Path,
+        http_port: int,
+        grpc_port: int,
+        *options: str,
+        max_model_len: int = 512,
+        plugins: str = "rlbus",
+        **env: str,
     ) -> Program:
         """A `vllm-rs` server on loopback; wait for it with `until_answers(.../health)`. See `vllm_rs`."""
-        argv = vllm_rs.argv(model, http_port, grpc_port, *options)
+        argv = vllm_rs.argv(model, http_port, grpc_port, *options, max_model_len=max_model_len)
         return self.start("vllm-rs", argv, clean_env(**vllm_rs.env(self.folder, plugins=plugins), **env))
 
     def close(self) -> None:

@@ -45,10 +45,10 @@ def fetch() -> None:
         path.rename(BINARY)
 
 
-def argv(model: Path, http_port: int, grpc_port: int, *options: str) -> list[str]:
+def argv(model: Path, http_port: int, grpc_port: int, *options: str, max_model_len: int = 512) -> list[str]:
     """The command of a small server; `options` are those of its Python engine."""
     ports = ("--port", str(http_port), "--grpc-port", str(grpc_port))
-    ours = ("--python", sys.executable, "--dtype", "float32", "--max-model-len", "512")
+    ours = ("--python", sys.executable, "--dtype", "float32", "--max-model-len", str(max_model_len))
     engine = ("--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options)
     return [str(BINARY), "serve", str(model), *ports, *ours, "--", *engine]
 
