@@ -17,9 +17,17 @@ AGENT_ENV = {"RLBUS_URL": "nats://bus:4222", "RLBUS_INSTANCE_ID": "7"}
 
 def pair(*server: str, **more: Any) -> Pair:
     """For `vllm-rs serve <server>`."""
-    given: dict[str, Any] = {"binary_path": "/bin/vllm-rs", "http_port": 8123, "grpc_port": 8124, "environ": {}} | more
-    given = {"arguments": ("--header", "a=b"), "agent_env": AGENT_ENV, "verbosity": 0, "run_dir": "/run"} | given
-    return pair_of(server, **given)
+    given: dict[str, Any] = {
+        "binary_path": "/bin/vllm-rs",
+        "http_port": 8123,
+        "grpc_port": 8124,
+        "environ": {},
+        "arguments": ("--header", "a=b"),
+        "agent_env": AGENT_ENV,
+        "verbosity": 0,
+        "run_dir": "/run",
+    }
+    return pair_of(server, **{**given, **more})
 
 
 def test_server_gets_what_updates_need_and_stays_off_the_bus() -> None:
