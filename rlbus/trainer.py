@@ -13,7 +13,8 @@ the group runs in threads.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -178,7 +179,8 @@ class Trainer:
                 and within `deadline_s`, and who ends behind is told in the report, not by an error. "stop": it is
                 ended on everybody whom the loss has touched, and anything but a full success is an error.
             pause_mode: what a pause does with requests in flight: keep, wait or abort.
-            deadline_s: for all of it; `stall_s`: for no byte moving.
+            deadline_s: for all of it; `stall_s`: for no byte moving (with "retry" and several workers at least 12 s,
+                within which it is found who holds the others up).
             bucket_bytes: size of what is sent at once; the memory used beyond the weights is twice that.
             on_progress: called on the loop as the update moves on.
             check: False returns a report that isn't ok instead of raising for it.
@@ -197,12 +199,7 @@ class Trainer:
         op_id = self._bus.new_id()
         step = as_version(version, incarnation)
         try:
-            if self._running_op_id is not None:
-                running = self._running_op_id
-                raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
-            self._check_grows(step, allow_rollback)
-            self._running_op_id = op_id
-            try:
+            with self._alone(op_id, step, allow_rollback):
                 await self._catch_ups.stop()
                 request = UpdateWeights(
                     op_id=op_id,
@@ -225,8 +222,6 @@ class Trainer:
                     snapshot=self._snapshots.offer(step, self._catch_ups.inbox),
                 )
                 report, cause = await self._announce_and_run(request, weights, on_progress)
-            finally:
-                self._running_op_id = None
         except FaultError as exc:
             if check:
                 raise
@@ -240,6 +235,19 @@ class Trainer:
         """Leave the group and free the data plane. Idempotent. Cancel: the plane may still be open."""
         await self._catch_ups.aclose()
         await self._plane.aclose()
+
+    @contextmanager
+    def _alone(self, op_id: str, version: Version, allow_rollback: bool) -> Iterator[None]:
+        """While inside, `op_id` is the one update of this trainer. Raises: RefusedError."""
+        if self._running_op_id is not None:
+            running = self._running_op_id
+            raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
+        self._check_grows(version, allow_rollback)
+        self._running_op_id = op_id
+        try:
+            yield
+        finally:
+            self._running_op_id = None
 
     def _check_grows(self, version: Version, allow_rollback: bool) -> None:
         if self.version is not None and version < self.version and not allow_rollback:

@@ -23,6 +23,8 @@ from rlbus.subjects import CONTROLLER
 DEFAULT_COMPONENT = "backend"
 # DESIGN section 3: heartbeats about every 5 s, with jitter.
 DEFAULT_HEARTBEAT_S = 5.0
+# What the supervisor calls this life of the process, in its environment: it says goodbye for a dead one by that name.
+BOOT_ID = "RLBUS_BOOT_ID"
 # field -> environment variable
 ENV_NAMES = {
     "component": "RLBUS_COMPONENT",
@@ -83,6 +85,8 @@ class AgentConfig:
     weight_roots: tuple[str, ...] = ()
     # Where the worker's ledger lies. None: a restarted worker remembers nothing.
     state_dir: str | None = None
+    # Names this start of the worker in all that it says. None: drawn.
+    boot_id: str | None = None
     # Mean time between heartbeats; each one is moved by up to `jitter` of it, so that a fleet doesn't beat as one.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     jitter: float = 0.2
@@ -126,6 +130,8 @@ class AgentConfig:
                 raise ConfigError("weight_roots", root, "use absolute paths")
         if self.state_dir is not None and not Path(self.state_dir).is_absolute():
             raise ConfigError("state_dir", self.state_dir, "use an absolute path")
+        if self.boot_id is not None and not is_token(self.boot_id):
+            raise ConfigError("boot_id", self.boot_id, "use 1 to 64 of A-Z a-z 0-9 _ -")
 
     @classmethod
     def from_env(cls, *, environ: Mapping[str, str] | None = None, **overrides: Any) -> "AgentConfig":
@@ -140,6 +146,7 @@ class AgentConfig:
         if roots and "weight_roots" not in given:
             given["weight_roots"] = tuple(part for part in roots.split(os.pathsep) if part)
         given.setdefault("state_dir", env.get(ENV_NAMES["state_dir"]) or None)
+        given.setdefault("boot_id", env.get(BOOT_ID) or None)
         return cls(**given)
 
 

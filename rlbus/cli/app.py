@@ -38,6 +38,7 @@ app.command()(fleet.wake)
 app.command()(fleet.flush)
 app.command()(fleet.abort)
 app.command()(fleet.update)
+app.command()(fleet.cancel)
 
 
 @app.callback()

@@ -189,4 +189,4 @@ def vllm_env(*, dev_mode: bool = True, plugins: str = "rlbus", **more: str) -> d
         env["VLLM_SERVER_DEV_MODE"] = "1"
     if plugins:
         env["VLLM_PLUGINS"] = plugins
-    return clean_env(**env, **more)
+    return clean_env(**{**env, **more})

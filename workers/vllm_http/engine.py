@@ -6,11 +6,12 @@ object. What that one knows of requests in flight, this one knows only of a serv
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from rlbus.errors import EngineDeadError
+from rlbus.errors import ConfigError, EngineDeadError
 from rlbus.schemas import (
     ChecksumsData,
     Fault,
@@ -31,6 +32,7 @@ from rlbus.workers.engines.found import Found
 from rlbus.workers.peer_http import Peer, PeerClient, PeerError
 from rlbus.workers.vllm_http.facts import ServerFacts, ask, denied
 from rlbus.workers.vllm_http.remote import RemoteLLM, until_healthy
+from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.about import ABOUT, About
 from rlbus.workers.vllm_server.engine import VllmEngine
 from rlbus.workers.vllm_server.exchange import clear_left
@@ -110,6 +112,9 @@ class VllmHttpEngine:
         try:
             await until_healthy(self._client, poll_s=POLL_S, tell_s=TELL_S)
         except PeerError as exc:
+            if exc.is_missing:
+                problem = "there is no /health: that isn't the base URL of a vLLM server"
+                raise ConfigError("url", self._peer.url, problem) from exc
             raise denied(exc) from exc
         facts = self._facts = await ask(self._client)
         if self._run_dir is not None:
@@ -148,6 +153,7 @@ class VllmHttpEngine:
         inner, self._inner = self._inner, None
         try:
             if inner is not None:
+                self._tell_if_lost(inner)
                 await inner.aclose()
         finally:
             await self._client.aclose()
@@ -183,11 +189,11 @@ class VllmHttpEngine:
         """See `VllmEngine.flush_cache`."""
         await self._ready().flush_cache()
 
-    async def abort(self, request_ids: Sequence[str] | None) -> int:
+    async def abort(self, request_ids: Sequence[str] | None) -> int | None:
         """See `Engine`. Ids are those of vLLM, or the X-Request-Id of a request to it.
 
-        The count is exact of a server with rlbus's plugin. Without it, vLLM tells a number only for all of them, and
-        0 stands for the named ones: they are aborted, nobody knows how many there were. Cancel: some may have ended.
+        A server without rlbus's plugin doesn't say how many of the named ones there were, only how many of all.
+        Cancel: some may have ended.
         """
         llm, known = self._remote(), await self._requests()
         if request_ids is None:
@@ -195,7 +201,7 @@ class VllmHttpEngine:
             return counted if known is None else len(known)
         if known is None:
             await llm.abort_requests([own for name in request_ids for own in _ids_of(name)])
-            return 0
+            return None
         chosen = [own for own in known if set(_names_of(own)) & set(request_ids)]
         if chosen:
             await llm.abort_requests(chosen)
@@ -242,6 +248,16 @@ class VllmHttpEngine:
         return await self._ready().checksums()
 
     # --- within
+
+    def _tell_if_lost(self, inner: VllmEngine) -> None:
+        """A server that runs on with a lost engine (ranks out of step, a call that never comes back) has to be started
+        anew: whoever supervises it, if that is us, is told by a file.
+        """
+        if inner.death is not None and self._remote_death() is None and self._run_dir is not None:
+            Path(self._run_dir, LOST).touch()
+
+    def _remote_death(self) -> str | None:
+        return None if self._llm is None else self._llm.death
 
     def _ready(self) -> VllmEngine:
         assert self._inner is not None, "the engine isn't started, or is closed"

@@ -188,7 +188,7 @@ class RemoteCallError(Exception):
 async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float) -> None:
     """Wait until the server says that it is healthy, saying every `tell_s` what it waits for. Bounded by the caller.
 
-    Raises: PeerError: it refuses our credentials. Cancel: leaves nothing.
+    Raises: PeerError: it refuses our credentials, or has no such route. Cancel: leaves nothing.
     """
     loop = asyncio.get_running_loop()
     told_s: float | None = None
@@ -197,7 +197,7 @@ async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float) -> 
             await client.text("GET", "/health", limit_s=HEALTH_S)
             return
         except EngineError as exc:
-            if isinstance(exc, PeerError) and exc.is_denied:
+            if isinstance(exc, PeerError) and (exc.is_denied or exc.is_missing):
                 raise
             if told_s is None or loop.time() - told_s >= tell_s:
                 told_s = loop.time()

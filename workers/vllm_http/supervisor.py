@@ -10,22 +10,31 @@ lives, so that nobody else gets it between two starts of the server (SCENARIOS 2
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rlbus.config import ENV_NAMES, BusConfig
 from rlbus.errors import ConfigError
 from rlbus.workers.peer_http import WILDCARDS
 from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_env
+from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, keep_running, stop_signal
 from rlbus.workers.supervisor.worker import Build, own_command
 from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST, RUN_DIR
 from rlbus.workers.vllm_server.command import HOST, option_value, server_command, small_machine_env
 
+_log = logging.getLogger("rlbus.workers")
+
+# Written into the run folder by an agent whose server lives, and whose engine is lost all the same.
+LOST = "engine-lost"
+# How often is looked for it.
+LOST_POLL_S = 0.5
 # The variable in which the agent of a server that we start finds its key.
 KEY_ENV = "RLBUS_SERVER_API_KEY"
 # vLLM's own.
@@ -186,19 +195,27 @@ async def supervise_pair(
             api_key=api_key,
             is_small=is_small,
         )
-        async with stop_signal() as stopped:
-            of_agent = Supervision(who=who, on_ready=on_ready)
-            return await run_pair(pair, of_agent, RestartPolicy() if policy is None else policy, stopped)
+        async with stop_signal() as stopped, Farewells(bus_config, named.identity) as farewells:
+            of_agent = Supervision(who=who, on_ready=on_ready, on_death=farewells.say)
+            restarts = RestartPolicy() if policy is None else policy
+            return await run_pair(pair, of_agent, restarts, stopped, lost=Path(run_dir, LOST))
 
 
-async def run_pair(pair: Pair, of_agent: Supervision, policy: RestartPolicy, stopped: asyncio.Event) -> int:
-    """Keep both running. The agent is stopped first, so that it can say goodbye while its engine stands."""
+async def run_pair(
+    pair: Pair, of_agent: Supervision, policy: RestartPolicy, stopped: asyncio.Event, *, lost: Path | None = None
+) -> int:
+    """Keep both running until `stopped` (0), or until one of them gives up (its code). The agent is stopped first, so
+    that it can say goodbye while its engine stands. Once there is a file `lost`, the server is started anew.
+
+    Cancel: both are stopped, and killed after `supervise.STOP_S`.
+    """
     agent_stopped, server_stopped = asyncio.Event(), asyncio.Event()
-    server = asyncio.ensure_future(
-        keep_running(pair.server, Supervision(who=f"{of_agent.who} server"), Restarts(policy), server_stopped)
-    )
+    restart = asyncio.Event()
+    of_server = Supervision(who=f"{of_agent.who} server", restart=restart)
+    server = asyncio.ensure_future(keep_running(pair.server, of_server, Restarts(policy), server_stopped))
     agent = asyncio.ensure_future(keep_running(pair.agent, of_agent, Restarts(policy), agent_stopped))
     stopping = asyncio.ensure_future(stopped.wait())
+    watching = asyncio.ensure_future(_restart_when(lost, restart))
     try:
         await asyncio.wait({server, agent, stopping}, return_when=asyncio.FIRST_COMPLETED)
         given_up = [task.result() for task in (server, agent) if task.done()]
@@ -208,6 +225,23 @@ async def run_pair(pair: Pair, of_agent: Supervision, policy: RestartPolicy, sto
         await asyncio.wait({server})
         return next((code for code in given_up if code != 0), 0)
     finally:
-        for task in (stopping, agent, server):
+        for task in (watching, stopping, agent, server):
             task.cancel()
-        await asyncio.wait({stopping, agent, server})
+        await asyncio.wait({watching, stopping, agent, server})
+
+
+async def _restart_when(lost: Path | None, restart: asyncio.Event) -> None:
+    while lost is not None:
+        await asyncio.sleep(LOST_POLL_S)
+        if _taken(lost):
+            _log.error("the agent says that the engine of its server is lost; the server is started anew")
+            restart.set()
+
+
+def _taken(lost: Path) -> bool:
+    """Whether the file was there; it isn't any more."""
+    try:
+        lost.unlink()
+    except FileNotFoundError:
+        return False
+    return True

@@ -123,7 +123,7 @@ def test_agent_does_not_resume_on_weights_that_it_found_torn(tmp_path: Path) -> 
 
     async def main() -> None:
         engine = Outliving()
-        engine.found = Found("torn", is_paused=True, is_torn=True)  # type: ignore[misc]
+        engine.found = Found("torn", is_paused=True, is_torn=True)
         with ledger_at(tmp_path, CLEAN_7) as ledger:
             async with worker_on_bus(engine, ledger=ledger) as rig:
                 await asyncio.sleep(FOUND_LEASE_S * 2)

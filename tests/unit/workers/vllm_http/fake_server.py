@@ -39,6 +39,10 @@ class FakeServer:
         """For a client."""
         return httpx.MockTransport(self.answer)
 
+    def refuse(self, path: str, status: int, words: str) -> None:
+        """Answer a path with an error, as vLLM words it, from now on."""
+        self.instead[path] = lambda: httpx.Response(status, json={"error": {"message": words}})
+
     def answer(self, request: httpx.Request) -> httpx.Response:
         """One request."""
         path, body = request.url.path, request.content.decode()

