@@ -15,6 +15,7 @@ from rlbus.workers.peer_http import Peer
 from rlbus.workers.vllm_grpc import control as control_module
 from rlbus.workers.vllm_grpc.control import Control
 from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
+from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.exchange import CallFolder, RankOutcome
 from tests.integration.scripted_control import Script, forever, serve
 
@@ -190,19 +191,20 @@ def test_server_that_stays_away_is_dead(monkeypatch: pytest.MonkeyPatch) -> None
     go(check())
 
 
-def test_server_that_was_started_anew_is_another_one() -> None:
+def test_server_that_was_started_anew_is_another_one(tmp_path: Path) -> None:
     """Nobody knows its weights; the connection alone would look the same."""
 
     async def check() -> None:
         script = Script(backend=None)
         async with serve(script) as port:
-            engine = VllmGrpcEngine(control_at(port))
+            engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
             await engine.start()
             assert (await engine.observe()).generation is Generation.RUNNING
             script.instance_id = "2"
             with pytest.raises(EngineDeadError, match="started anew"):
                 await engine.observe()
             await engine.aclose()
+            assert not (tmp_path / LOST).exists(), "the new server would be started anew, too"
 
     go(check())
 
@@ -231,7 +233,9 @@ def test_dead_engine_behind_a_living_server_is_seen_even_in_an_update(tmp_path: 
                 await engine.observe()
             with pytest.raises(EngineDeadError):
                 await held
+            assert not (tmp_path / LOST).exists()
             await engine.aclose()
+            assert (tmp_path / LOST).exists(), "whoever supervises the server doesn't hear that it needs a new engine"
 
     go(check())
 

@@ -1,5 +1,6 @@
 """`rlbus worker vllm-grpc` beside a real vllm-rs: the whole way over the bus, and what comes of a death."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -65,6 +66,15 @@ class Scene:
             report = trainer.update_weights(model.module, version=step)
         assert report.ok
         return list(greedy(model, PROMPT, NUM_TOKENS).tokens)
+
+
+def below(pid: int, words: bytes) -> int | None:
+    """The first process of a tree with these in its command line, if there is one."""
+    for process in tree(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if words in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                return process.pid
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +147,8 @@ def test_agent_that_dies_alone_finds_the_server_as_it_was(scene: Scene) -> None:
 
 def test_dead_engine_behind_a_living_server_takes_the_worker_off(scene: Scene) -> None:
     """The server of a killed engine goes on, healthy; it is its answers that tell. A new one has unknown weights."""
-    core = next(
-        process.pid
-        for process in tree(scene.server.pid)
-        if b"EngineCore" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    )
+    core = below(scene.server.pid, b"EngineCore")
+    assert core is not None
     os.kill(core, signal.SIGKILL)
     scene.fleet.until("7", lambda m: m["liveness"] != "alive", SEEN_S)
     scene.server.stop()
@@ -178,7 +185,14 @@ def test_server_that_is_started_here_is_started_again_with_its_agent(
     url = member["descriptor"]["completions_url"]
     expected = scene.update(30, scene.other)
     assert completion(url, model, num_tokens=NUM_TOKENS) == expected
-    server = next(p.pid for p in tree(worker.pid) if b"vllm-rs\0serve" in Path(f"/proc/{p.pid}/cmdline").read_bytes())
+    core = below(worker.pid, b"EngineCore")
+    assert core is not None
+    os.kill(core, signal.SIGKILL)
+    worker.until(lambda: below(worker.pid, b"EngineCore") not in (None, core))
+    scene.fleet.until("8", lambda m: m["liveness"] == "alive" and weights_of(m)["state"] == "unknown")
+    assert scene.update(31, scene.other) == expected
+    server = below(worker.pid, b"vllm-rs\0serve")
+    assert server is not None
     old = [process.pid for process in tree(server)]
     os.kill(server, signal.SIGKILL)
     worker.until(lambda: all(is_gone(pid) for pid in old))

@@ -62,6 +62,8 @@ class Control:
         self._calls: dict[str, Any] = {}
         self._instance_id: str | None = None
         self._lost: str | None = None
+        # The server lives on without its engine.
+        self.has_dead_engine = False
         self._finding_out: asyncio.Task[None] | None = None
 
     @property
@@ -187,6 +189,7 @@ class Control:
         except grpc.aio.AioRpcError as exc:
             status, details = exc.code().name, self._peer.hide(exc.details() or "")
             if is_engine_gone(status, details):
+                self.has_dead_engine = True
                 self._lose(f"the engine behind {self.target} is dead: its server says so ({details})")
                 raise dead(str(self._lost)) from exc
             if status == "UNAVAILABLE" and self._instance_id is not None:

@@ -8,6 +8,7 @@ way isn't advertised.
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
 from rlbus.schemas import (
@@ -35,6 +36,7 @@ from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import Pausing
 from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_grpc.weights import GrpcWeights
+from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
@@ -153,6 +155,14 @@ class VllmGrpcEngine:
             text = "its transfer backend isn't rlbus's; start the server with rlbus installed and VLLM_PLUGINS=rlbus"
             return Greeting(problem=f"{text} ({exc.fault.message})")
 
+    def _tell_if_lost(self) -> None:
+        """A server that runs on with a lost engine has to be started anew. Whoever supervises it, if that is us, is told
+        by a file. Not one that is gone, or was started anew already.
+        """
+        is_server_gone = self._control.errored and not self._control.has_dead_engine
+        if self._calls.death is not None and not is_server_gone and self._run_dir is not None:
+            Path(self._run_dir, LOST).touch()
+
     async def aclose(self) -> None:
         """Drop the group and the connection; the server goes on. Idempotent.
 
@@ -166,6 +176,7 @@ class VllmGrpcEngine:
         except (TimeoutError, EngineError) as exc:
             _log.warning("the group could not be left: %s", exc)
         finally:
+            self._tell_if_lost()
             self._calls.close()
             if self._exchange is not None:
                 self._exchange.close()

@@ -11,14 +11,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rlbus.config import ENV_NAMES, BusConfig
 from rlbus.errors import ConfigError
 from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_env
+from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, stop_signal
 from rlbus.workers.supervisor.worker import Build, own_command
-from rlbus.workers.vllm_http.supervisor import Pair, kept_port, run_pair
+from rlbus.workers.vllm_http.supervisor import LOST, Pair, kept_port, run_pair
 from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST, RUN_DIR
 from rlbus.workers.vllm_server.command import DEFAULT_TRANSFER, HOST, PLUGIN, option_value, small_machine_env
 
@@ -162,6 +164,7 @@ async def supervise_pair(
             advertise_host=os.environ.get(ADVERTISE_HOST) or advertise_host,
             is_small=is_small,
         )
-        async with stop_signal() as stopped:
-            of_agent = Supervision(who=who, on_ready=on_ready)
-            return await run_pair(pair, of_agent, RestartPolicy() if policy is None else policy, stopped)
+        async with stop_signal() as stopped, Farewells(bus_config, named.identity) as farewells:
+            of_agent = Supervision(who=who, on_ready=on_ready, on_death=farewells.say)
+            restarts = RestartPolicy() if policy is None else policy
+            return await run_pair(pair, of_agent, restarts, stopped, lost=Path(run_dir, LOST))
