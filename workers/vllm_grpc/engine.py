@@ -156,8 +156,8 @@ class VllmGrpcEngine:
             return Greeting(problem=f"{text} ({exc.fault.message})")
 
     def _tell_if_lost(self) -> None:
-        """A server that runs on with a lost engine has to be started anew. Whoever supervises it, if that is us, is told
-        by a file. Not one that is gone, or was started anew already.
+        """A server that runs on with a lost engine has to be started anew. Whoever supervises it, if that is us, is
+        told by a file. Not one that is gone, or was started anew already.
         """
         is_server_gone = self._control.errored and not self._control.has_dead_engine
         if self._calls.death is not None and not is_server_gone and self._run_dir is not None:
