@@ -313,7 +313,7 @@ def test_message_that_the_server_wouldnt_take_isnt_sent() -> None:
 
 
 def test_engine_that_was_left_paused_and_torn_is_found_so(tmp_path: Path) -> None:
-    """SCENARIOS: an agent that comes back doesn't take torn weights for good ones."""
+    """An agent that comes back doesn't take torn weights for good ones."""
 
     async def check() -> None:
         script = Script(is_paused=True, label="torn")
