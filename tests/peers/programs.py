@@ -18,7 +18,9 @@ from typing import Any
 import httpx
 
 from rlbus._process import die_with_parent
+from rlbus.workers.supervisor.processes import kill_left, tree
 from rlbus.workers.vllm_server.command import small_machine_env
+from tests.peers import vllm_rs
 
 # A vLLM server is healthy after 15 s here, and after minutes on a machine under load.
 START_S = 300.0
@@ -112,17 +114,21 @@ class Program:
             self._process.send_signal(number)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group. Idempotent."""
+        """SIGTERM, then SIGKILL to the whole group and to what it started elsewhere. Idempotent."""
+        below = tree(self.pid)
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
         self.kill()
+        kill_left(below)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group. Idempotent."""
+        """SIGKILL to the whole group, and to what it started in groups of their own. Idempotent."""
+        below = tree(self.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(STOP_S)
+        kill_left(below)
 
     def tail(self) -> str:
         """The end of its output."""
@@ -148,6 +154,20 @@ class Programs:
     ) -> Program:
         """A vLLM server on loopback that leaves room for others; wait for it with `until_answers(.../health)`."""
         return self.start("vllm", vllm_argv(model, port, *options), vllm_env(dev_mode=dev_mode, plugins=plugins, **env))
+
+    def start_vllm_rs(
+        self,
+        model: Path,
+        http_port: int,
+        grpc_port: int,
+        *options: str,
+        max_model_len: int = 512,
+        plugins: str = "rlbus",
+        **env: str,
+    ) -> Program:
+        """A `vllm-rs` server on loopback; wait for it with `until_answers(.../health)`. See `vllm_rs`."""
+        argv = vllm_rs.argv(model, http_port, grpc_port, *options, max_model_len=max_model_len)
+        return self.start("vllm-rs", argv, clean_env(**vllm_rs.env(self.folder, plugins=plugins), **env))
 
     def close(self) -> None:
         """End all. Idempotent."""

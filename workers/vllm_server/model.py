@@ -1,11 +1,14 @@
 """Which checkpoint tensors the model that vLLM serves is made of: the list against which every update is checked."""
 
+import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlbus.schemas import TensorSpec
 from rlbus.workers.checkpoint import CheckpointError
-from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, describe, expect, read_folder
+from rlbus.workers.vllm_server.checkpoint import HEAD, ExpectedTensors, describe, expect, read_folder
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -29,6 +32,30 @@ def expected_tensors(model_config: Any) -> ExpectedTensors | None:
         return None
 
 
+def expected_of(model: str) -> ExpectedTensors | None:
+    """The same for whoever knows the model by its name only; None, with the reason in the log, without its files here.
+
+    Blocking, up to seconds: call it in a thread. Needs neither torch nor vLLM.
+    """
+    try:
+        folder = checkpoint_folder(model, None)
+        tensors = read_folder(folder)
+        return expect(tensors, is_head_tied=_is_head_tied(folder, tensors), source=f"the checkpoint in {folder}")
+    except CheckpointError as exc:
+        _log.warning("the tensors of %s can't be told, so updates are off: %s", model, exc)
+        return None
+
+
+def _is_head_tied(folder: Path, tensors: Sequence[TensorSpec]) -> bool:
+    """By the configuration; where that doesn't say, by whether the head is in the checkpoint."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        is_tied = {**config, **config.get("text_config", {})}.get("tie_word_embeddings")
+    except (OSError, ValueError, AttributeError, TypeError) as exc:
+        raise CheckpointError(str(folder / "config.json"), f"can't be read ({type(exc).__name__})") from exc
+    return bool(is_tied) if is_tied is not None else all(spec.name != HEAD for spec in tensors)
+
+
 def checkpoint_folder(model: str, revision: str | None) -> Path:
     """Where the model's files are. A name on a hub is looked up in the local cache only: vLLM has loaded it.
 
@@ -38,9 +65,9 @@ def checkpoint_folder(model: str, revision: str | None) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-
     try:
+        from huggingface_hub import snapshot_download
+
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except Exception as exc:
         raise CheckpointError(model, "is no folder, and isn't in the local cache") from exc

@@ -1,0 +1,345 @@
+"""The client of vllm.Control and the engine on it, against a server that answers as told: errors, silence, restarts."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from rlbus.errors import EngineDeadError, EngineError, FaultError, RefusedError
+from rlbus.schemas import FaultCode, Generation, PauseMode
+from rlbus.workers.peer_http import Peer
+from rlbus.workers.vllm_grpc import control as control_module
+from rlbus.workers.vllm_grpc.control import Control
+from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
+from rlbus.workers.vllm_http.supervisor import LOST
+from rlbus.workers.vllm_server.exchange import CallFolder, RankOutcome
+from tests.integration.scripted_control import Script, forever, serve
+
+pytestmark = pytest.mark.integration
+
+LIMIT_S = 30.0
+
+
+def go(check: Coroutine[Any, Any, None]) -> None:
+    """Run on real time, with a bound."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await check
+
+    asyncio.run(bounded())
+
+
+def control_at(port: int, **more: Any) -> Control:
+    return Control(Peer.of(f"http://127.0.0.1:{port}", **more))
+
+
+def greeting(script: Script, outcome: RankOutcome | None = None) -> None:
+    """Let the ranks answer questions in the folder, as rlbus's transfer backend does."""
+    import msgspec
+
+    async def answer(request: Any) -> None:
+        info = msgspec.json.decode(request.init_info_json)
+        folder = CallFolder(info["folder"])
+        for rank in range(script.num_ranks):
+            if info.get("ask") is not None:
+                folder.end(info["ask"], rank, outcome or RankOutcome(device="cpu"))
+
+    script.answers["InitWeightTransferEngine"] = answer
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "code"),
+    [
+        ("INVALID_ARGUMENT", RefusedError, FaultCode.BAD_MESSAGE),
+        ("FAILED_PRECONDITION", RefusedError, FaultCode.WRONG_STATE),
+        ("UNIMPLEMENTED", RefusedError, FaultCode.NO_ROUTE),
+        ("UNAUTHENTICATED", EngineError, FaultCode.ENGINE_FAILED),
+        ("INTERNAL", EngineError, FaultCode.ENGINE_FAILED),
+    ],
+)
+def test_status_of_a_real_call_becomes_a_fault(status: str, kind: type[FaultError], code: FaultCode) -> None:
+    """By the table, with the server's words."""
+
+    async def check() -> None:
+        script = Script()
+        script.refuse("ResumeGeneration", status, "the server's words")
+        async with serve(script) as port:
+            control = control_at(port)
+            await control.connect(5.0)
+            with pytest.raises(kind, match="the server's words") as caught:
+                await control.resume()
+            assert caught.value.code is code
+            await control.is_paused()
+            await control.aclose()
+
+    go(check())
+
+
+def test_call_without_an_answer_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the connection is as good as before."""
+
+    async def check() -> None:
+        script = Script(answers={"IsPaused": forever})
+        async with serve(script) as port:
+            control = control_at(port)
+            await control.connect(5.0)
+            with pytest.raises(EngineError, match=r"IsPaused did not return within 0\.2 s"):
+                await control.is_paused(0.2)
+            assert not control.errored
+            assert await control.get_version() == "default"
+            await control.aclose()
+
+    go(check())
+
+
+def test_headers_go_with_every_call_and_show_nowhere() -> None:
+    """Also with the first one; a secret isn't part of an error."""
+
+    async def check() -> None:
+        script = Script()
+        script.refuse("ResumeGeneration", "UNAUTHENTICATED", "no such key: s3cret-key")
+        async with serve(script) as port:
+            control = control_at(port, api_key="s3cret-key", headers={"X-Team": "rl"})
+            await control.connect(5.0)
+            with pytest.raises(EngineError) as caught:
+                await control.resume()
+            await control.abort(["a"])
+            assert "s3cret" not in str(caught.value)
+            assert "s3cret" not in repr(control)
+            for name in ("GetServerInfo", "ResumeGeneration", "Abort"):
+                assert script.metadata[name]["authorization"] == "Bearer s3cret-key"
+                assert script.metadata[name]["x-team"] == "rl"
+            await control.aclose()
+
+    go(check())
+
+
+def test_server_that_comes_later_is_waited_for() -> None:
+    """A sidecar may be started before its server."""
+
+    async def check() -> None:
+        script = Script()
+        async with serve(script) as port:
+            pass
+        control = control_at(port)
+        connecting = asyncio.ensure_future(control.connect(10.0))
+        await asyncio.sleep(0.3)
+        assert not connecting.done()
+        async with serve(script, port):
+            await connecting
+            await control.aclose()
+
+    go(check())
+
+
+def test_server_that_never_comes_is_an_error_in_time() -> None:
+    """Naming the call and the limit."""
+
+    async def check() -> None:
+        async with serve(Script()) as port:
+            pass
+        control = control_at(port)
+        with pytest.raises(EngineError, match=r"did not return within 0\.5 s"):
+            await control.connect(0.5)
+        await control.aclose()
+
+    go(check())
+
+
+def test_connection_that_breaks_and_comes_back_is_no_death() -> None:
+    """The call failed, maybe after it was done; the next one succeeds."""
+
+    async def check() -> None:
+        script = Script(answers={"ResumeGeneration": forever})
+        async with serve(script) as port:
+            control = control_at(port)
+            await control.connect(5.0)
+            call = asyncio.ensure_future(control.resume())
+            await asyncio.sleep(0.2)
+        async with serve(script, port):
+            with pytest.raises(EngineError) as caught:
+                await call
+            assert not isinstance(caught.value, EngineDeadError)
+            assert caught.value.fault.retryable
+            assert not await control.is_paused()
+            await control.aclose()
+
+    go(check())
+
+
+def test_server_that_stays_away_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After LOST_S; from then on every call says so at once."""
+    monkeypatch.setattr(control_module, "LOST_S", 0.5)
+
+    async def check() -> None:
+        async with serve(Script()) as port:
+            control = control_at(port)
+            await control.connect(5.0)
+        with pytest.raises(EngineDeadError, match="can't be reached any more"):
+            await control.is_paused()
+        assert control.errored
+        async with asyncio.timeout(0.1):
+            with pytest.raises(EngineDeadError):
+                await control.resume()
+        await control.aclose()
+
+    go(check())
+
+
+def test_server_that_was_started_anew_is_another_one(tmp_path: Path) -> None:
+    """Nobody knows its weights; the connection alone would look the same."""
+
+    async def check() -> None:
+        script = Script(backend=None)
+        async with serve(script) as port:
+            engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
+            await engine.start()
+            assert (await engine.observe()).generation is Generation.RUNNING
+            script.instance_id = "2"
+            with pytest.raises(EngineDeadError, match="started anew"):
+                await engine.observe()
+            await engine.aclose()
+            assert not (tmp_path / LOST).exists(), "the new server would be started anew, too"
+
+    go(check())
+
+
+def test_dead_engine_behind_a_living_server_is_seen_even_in_an_update(tmp_path: Path) -> None:
+    """The call that holds the engine never comes back; the question beside it tells, and ends it."""
+
+    async def check() -> None:
+        script = Script()
+        greeting(script)
+        async with serve(script) as port:
+            engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
+            await engine.start()
+            script.answers["StartWeightUpdate"] = forever
+            control, calls = engine._control, engine._calls
+            held = asyncio.ensure_future(calls.hold("start", lambda: control.start_update(20.0), 20.0, is_paused=True))
+            await asyncio.sleep(0.2)
+            script.answers["IsPaused"] = forever
+            engine._next_glance_s = 0.0
+            assert (await engine.observe()).generation is Generation.PAUSED
+            script.refuse(
+                "IsPaused", "INTERNAL", "is_paused failed: transport error: Destination client not found by identity"
+            )
+            engine._next_glance_s = 0.0
+            with pytest.raises(EngineDeadError, match="its server says so"):
+                await engine.observe()
+            with pytest.raises(EngineDeadError):
+                await held
+            assert not (tmp_path / LOST).exists()
+            await engine.aclose()
+            assert (tmp_path / LOST).exists(), "whoever supervises the server doesn't hear that it needs a new engine"
+
+    go(check())
+
+
+def test_only_what_the_server_and_its_ranks_have_is_advertised(tmp_path: Path) -> None:
+    """No transfer: no updates. A transfer of rlbus's: sums, but no updates without the model's files."""
+
+    async def check() -> None:
+        always = {"pause_generation", "resume_generation", "flush_cache", "abort_request"}
+        silent, ours = Script(), Script()
+        greeting(ours)
+        for script, more in ((Script(backend=None), set()), (silent, set()), (ours, {"get_weight_checksums"})):
+            async with serve(script) as port:
+                engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
+                await engine.start()
+                assert engine.info.routes == always | more
+                assert engine.info.backends == ()
+                await engine.aclose()
+
+    go(check())
+
+
+def test_transfer_backend_that_only_has_our_name_is_found_out(tmp_path: Path) -> None:
+    """Its ranks raise at our question."""
+
+    async def check() -> None:
+        script = Script()
+        script.refuse("InitWeightTransferEngine", "INTERNAL", "unexpected keyword argument 'ask'")
+        async with serve(script) as port:
+            engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
+            await engine.start()
+            assert "update_weights_from_distributed" not in engine.info.routes
+            await engine.aclose()
+
+    go(check())
+
+
+def test_pause_modes_go_by_vllms_numbers_and_never_unspecified() -> None:
+    """The server would take 0 for an abort, and end everybody's requests."""
+
+    async def check() -> None:
+        script = Script()
+        async with serve(script) as port:
+            control = control_at(port)
+            await control.connect(5.0)
+            for mode, number in ((PauseMode.ABORT, 1), (PauseMode.WAIT, 2), (PauseMode.KEEP, 3)):
+                await control.pause(mode, False)
+                request = script.requests["PauseGeneration"]
+                assert (request.mode, request.HasField("clear_cache"), request.clear_cache) == (number, True, False)
+            for bad in (None, "", "unspecified", 0):
+                with pytest.raises(RefusedError) as caught:
+                    await control.pause(bad, False)  # type: ignore[arg-type]
+                assert caught.value.code is FaultCode.BAD_MESSAGE
+            assert script.calls.count("PauseGeneration") == 3
+            await control.aclose()
+
+    go(check())
+
+
+def test_message_that_the_server_wouldnt_take_isnt_sent() -> None:
+    """A list of too many tensors; the limit is named."""
+
+    async def check() -> None:
+        script = Script()
+        async with serve(script) as port:
+            control = control_at(port)
+            await control.connect(5.0)
+            with pytest.raises(RefusedError, match="4193280") as caught:
+                await control.update_weights(b"x" * (4 << 20), 5.0)
+            assert caught.value.code is FaultCode.TOO_LARGE
+            assert "UpdateWeights" not in script.calls
+            await control.aclose()
+
+    go(check())
+
+
+def test_engine_that_was_left_paused_and_torn_is_found_so(tmp_path: Path) -> None:
+    """An agent that comes back doesn't take torn weights for good ones."""
+
+    async def check() -> None:
+        script = Script(is_paused=True, label="torn")
+        greeting(script, RankOutcome(device="cpu", is_open=True, weights_touched=True))
+        async with serve(script) as port:
+            engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
+            await engine.start()
+            assert (engine.found.is_paused, engine.found.is_torn) == (True, True)
+            assert "FinishWeightUpdate" in script.calls
+            await engine.aclose()
+
+    go(check())
+
+
+def test_ids_are_aborted_as_given_and_as_the_http_routes_spell_them() -> None:
+    """An empty list ends nothing, and isn't sent."""
+
+    async def check() -> None:
+        script = Script(backend=None)
+        async with serve(script) as port:
+            engine = VllmGrpcEngine(control_at(port))
+            await engine.start()
+            assert await engine.abort(["a"]) is None
+            assert list(script.requests["Abort"].request_ids) == ["a", "cmpl-a", "chatcmpl-a"]
+            await engine.abort([])
+            assert script.calls.count("Abort") == 1
+            await engine.aclose()
+
+    go(check())

@@ -1,0 +1,163 @@
+"""Sleep of a server that sleeps whole, wakes in parts, and runs as soon as it is awake; in virtual time."""
+
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from rlbus.errors import EngineError, FaultError, RefusedError
+from rlbus.schemas import FaultCode, PauseMode, SleepTag
+from rlbus.testing import run
+from rlbus.workers.vllm_grpc.control import Control
+from rlbus.workers.vllm_grpc.pausing import Pausing
+from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
+from rlbus.workers.vllm_server.calls import EngineCalls
+
+pytestmark = pytest.mark.unit
+
+WEIGHTS, KV = frozenset({SleepTag.WEIGHTS}), frozenset({SleepTag.KV_CACHE})
+
+
+class Server:
+    """As vLLM 0.32's core does: a sleep pauses, and the last wake resumes."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.is_running = True
+        self.label = "0.3"
+        self.log: list[str] = []
+        self.raises: set[str] = set()
+
+    async def is_paused(self, limit_s: float = 1.0) -> bool:
+        return not self.is_running
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, limit_s: float | None = None) -> None:
+        self.log.append(f"pause {mode.value}")
+        self.is_running = False
+
+    async def sleep(self, level: int, mode: PauseMode, limit_s: float) -> None:
+        self.log.append(f"sleep {level} {mode.value}")
+        if "sleep" in self.raises:
+            raise RuntimeError("out of host memory")
+        self.asleep, self.is_running = {"weights", "kv_cache"}, False
+
+    async def wake_up(self, tags: tuple[str, ...], limit_s: float) -> None:
+        self.log.append(f"wake {' '.join(tags)}")
+        self.asleep -= set(tags)
+        self.is_running = not self.asleep
+
+    async def get_version(self) -> str:
+        return self.label
+
+    async def set_version(self, label: str) -> None:
+        self.label = label
+
+
+def of(server: Server, *, in_doubt: bool = False) -> Sleeping:
+    control, calls = cast(Control, server), EngineCalls(server)
+    return Sleeping(control, calls, Pausing(control, calls), in_doubt=in_doubt)
+
+
+def do(check: Coroutine[Any, Any, None]) -> None:
+    run(check)
+
+
+def test_whole_sleep_and_wake_leave_it_standing_still() -> None:
+    """Only a resume lets it run, whatever the server does at the last wake."""
+
+    async def check() -> None:
+        server = Server()
+        sleeping = of(server)
+        data = await sleeping.sleep(TAGS, 1, PauseMode.KEEP)
+        assert data.asleep == (SleepTag.KV_CACHE, SleepTag.WEIGHTS)
+        data = await sleeping.wake_up(TAGS)
+        assert (data.asleep, sleeping.asleep) == ((), frozenset())
+        assert server.log == ["sleep 1 keep", "wake kv_cache weights", "pause keep"]
+        assert not server.is_running
+
+    do(check())
+
+
+def test_partial_wake_runs_nothing_and_a_tag_that_is_awake_is_no_error() -> None:
+    """And the rest still sleeps."""
+
+    async def check() -> None:
+        server = Server()
+        sleeping = of(server)
+        await sleeping.sleep(TAGS, 1, PauseMode.ABORT)
+        await sleeping.wake_up(WEIGHTS)
+        data = await sleeping.wake_up(WEIGHTS)
+        assert data.asleep == (SleepTag.KV_CACHE,)
+        assert server.log == ["sleep 1 abort", "wake weights"]
+        assert not server.is_running
+
+    do(check())
+
+
+@pytest.mark.parametrize(("tags", "level"), [(WEIGHTS, 1), (KV, 1), (TAGS, 0), (TAGS, 3)])
+def test_what_vllm_cant_do_is_refused_before_anything_happens(tags: frozenset[SleepTag], level: int) -> None:
+    """A part alone, and levels that it doesn't have."""
+
+    async def check() -> None:
+        server = Server()
+        with pytest.raises(RefusedError) as caught:
+            await of(server).sleep(tags, level, PauseMode.ABORT)
+        assert caught.value.code is FaultCode.BAD_MESSAGE
+        assert server.log == []
+
+    do(check())
+
+
+def test_discarded_weights_are_never_run() -> None:
+    """The server would run with the last wake; it is refused until an update has labelled the weights anew."""
+
+    async def check() -> None:
+        server = Server()
+        sleeping = of(server)
+        await sleeping.sleep(TAGS, 2, PauseMode.ABORT)
+        with pytest.raises(FaultError) as caught:
+            await sleeping.wake_up(TAGS)
+        assert caught.value.code is FaultCode.WRONG_STATE
+        await sleeping.wake_up(WEIGHTS)
+        with pytest.raises(FaultError):
+            await sleeping.wake_up(KV)
+        server.label = "0.4"
+        await sleeping.wake_up(KV)
+        assert server.log == ["sleep 2 abort", "wake weights", "wake kv_cache", "pause keep"]
+
+    do(check())
+
+
+def test_failed_sleep_counts_as_asleep_until_it_was_woken() -> None:
+    """In doubt."""
+
+    async def check() -> None:
+        server = Server()
+        server.raises = {"sleep"}
+        sleeping = of(server)
+        with pytest.raises(EngineError, match="out of host memory"):
+            await sleeping.sleep(TAGS, 1, PauseMode.ABORT)
+        assert sleeping.asleep == TAGS
+        await sleeping.wake_up(TAGS)
+        assert sleeping.asleep == frozenset()
+
+    do(check())
+
+
+def test_engine_that_was_found_paused_may_be_asleep() -> None:
+    """The server doesn't tell one from the other; a wake does no harm."""
+
+    async def check() -> None:
+        server = Server()
+        server.is_running = False
+        sleeping = of(server, in_doubt=True)
+        assert sleeping.asleep == TAGS
+        await sleeping.wake_up(TAGS)
+        assert sleeping.asleep == frozenset()
+        assert not server.is_running
+
+    do(check())

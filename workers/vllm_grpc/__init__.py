@@ -1,0 +1,1 @@
+"""Sidecar of a `vllm-rs` server, through its gRPC service `vllm.Control`."""

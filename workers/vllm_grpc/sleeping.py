@@ -1,0 +1,65 @@
+"""Sleep and wake of a `vllm-rs` server.
+
+What the service leaves open, and what is made of it here:
+- It puts weights and KV cache to sleep together only, and wakes them apart. So a part alone is refused.
+- Its IsSleeping is true of an engine that is merely paused (vLLM 0.32, v1/engine/core.py). So what sleeps is kept here;
+  an engine that was found paused counts as asleep until it was woken.
+- With its last tag awake the engine generates at once, whoever has paused it. So it is paused again as soon as the wake
+  returns: a request may run for the milliseconds in between, but never on weights that were discarded. Those carry the
+  label of torn ones until an update has replaced them, and the last wake is refused as long.
+"""
+
+from rlbus.errors import refused
+from rlbus.schemas import FaultCode, PauseMode, SleepData, SleepTag
+from rlbus.workers.engines.sleep import in_order
+from rlbus.workers.vllm_grpc.control import CALL_S, Control
+from rlbus.workers.vllm_grpc.pausing import WAIT_S, Pausing
+from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.updates import TORN
+
+TAGS = frozenset({SleepTag.WEIGHTS, SleepTag.KV_CACHE})
+# 1 keeps the weights in host memory, 2 discards them.
+LEVELS = (1, 2)
+# Moving the weights of a large model to host memory and back.
+MOVE_S = 600.0
+
+
+class Sleeping:
+    """What sleeps of one server. `in_doubt`: it was found paused, and may be asleep."""
+
+    def __init__(self, control: Control, calls: EngineCalls, pausing: Pausing, *, in_doubt: bool = False) -> None:
+        self._control = control
+        self._calls = calls
+        self._pausing = pausing
+        self.asleep: frozenset[SleepTag] = TAGS if in_doubt else frozenset()
+
+    async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
+        """See `SleepEngine.sleep`. Cancel: it may sleep, and counts as asleep."""
+        if level not in LEVELS:
+            raise refused(FaultCode.BAD_MESSAGE, f"vLLM has no sleep level {level}; use 1 or 2", level=level)
+        if tags != TAGS:
+            text = f"vLLM puts {', '.join(in_order(TAGS))} to sleep together; wake what sleeps, and name both, or none"
+            raise refused(FaultCode.BAD_MESSAGE, text, tags=", ".join(in_order(tags)))
+        # With requests to wait for, it takes as long as they do; the caller bounds it.
+        limit_s = WAIT_S if mode is PauseMode.WAIT else MOVE_S
+        self.asleep = TAGS
+        await self._calls.hold(f"Sleep {level}", lambda: self._control.sleep(level, mode, limit_s), limit_s)
+        if level > 1:
+            await self._calls.ask("UpdateWeightVersion", lambda: self._control.set_version(TORN), CALL_S)
+        return SleepData(asleep=in_order(self.asleep))
+
+    async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
+        """See `SleepEngine.wake_up`. Cancel: what isn't known to be awake counts as asleep."""
+        waking = tags & self.asleep
+        if not waking:
+            return SleepData(asleep=in_order(self.asleep))
+        is_last = waking == self.asleep
+        if is_last and await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S) == TORN:
+            text = "the engine would generate with discarded weights; wake them, update, and then wake the KV cache"
+            raise refused(FaultCode.WRONG_STATE, text, asleep=", ".join(in_order(self.asleep)))
+        names = in_order(waking)
+        await self._calls.hold("WakeUp", lambda: self._control.wake_up(names, MOVE_S), MOVE_S)
+        if is_last:
+            await self._pausing.pause(PauseMode.KEEP, False)
+        self.asleep -= waking
+        return SleepData(asleep=in_order(self.asleep))
