@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from rlbus.cli.options import Json, Namespace, Url, run_command
+from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
@@ -105,6 +105,8 @@ def up(
     store_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where JetStream keeps its data. [default: temporary]")
     ] = None,
+    http_host: HttpHost = None,
+    http_port: HttpPort = None,
     namespace: Namespace = None,
     json: Json = False,
 ) -> None:
@@ -117,8 +119,11 @@ def up(
 
     async def serve() -> ExitCode:
         from rlbus.controller.app import serve as serve_controller
+        from rlbus.controller.http.config import HttpConfig
         from rlbus.server import EmbeddedServer
 
+        http = HttpConfig.from_env(host=http_host, port=http_port)
+        at: dict[str, str] = {}
         name = namespace or os.environ.get("RLBUS_NAMESPACE") or DEFAULT_NAMESPACE
         secret = token or os.environ.get("RLBUS_TOKEN") or None
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
@@ -132,14 +137,19 @@ def up(
                     return
                 is_told = True
                 if json:
-                    out.document({"url": server.url, "namespace": name, "pid": os.getpid()})
+                    out.document({"url": server.url, "namespace": name, "pid": os.getpid()} | at)
                 out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={server.url}")
+                if at:
+                    out.line(f"  # over HTTP: {at['http_url']}")
                 if name != DEFAULT_NAMESPACE:
                     out.line(f"  export RLBUS_NAMESPACE={name}")
                 out.line("  rlbus worker fake        # or: rlbus worker torch DIR, rlbus worker vllm MODEL")
                 out.line("  rlbus status\n\nCtrl-C ends it.")
 
-            return await supervised(serve_controller(config, on_ready=on_ready), server, out)
+            serving = serve_controller(
+                config, on_ready=on_ready, http=http, on_http=lambda base: at.update(http_url=base)
+            )
+            return await supervised(serving, server, out)
 
     run_command(out, lambda: until_stopped(serve()))
 
@@ -151,6 +161,8 @@ def controller(
         bool,
         typer.Option("--single", help="Without lease and journal, for a server without JetStream. Start only one."),
     ] = False,
+    http_host: HttpHost = None,
+    http_port: HttpPort = None,
     json: Json = False,
 ) -> None:
     """Run the controller of a namespace.
@@ -164,19 +176,25 @@ def controller(
     async def serve() -> None:
         config = BusConfig.from_env(url=url, namespace=namespace)
         from rlbus.controller.app import serve as serve_controller
+        from rlbus.controller.http.config import HttpConfig
+
+        at: dict[str, str] = {}
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
             if json and not is_told:
-                out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role})
+                out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role} | at)
             is_told = True
-            out.line(f"controller of namespace {config.namespace} {line} on {config.url}; Ctrl-C ends it")
+            also = f", over HTTP on {at['http_url']}" if at else ""
+            out.line(f"controller of namespace {config.namespace} {line} on {config.url}{also}; Ctrl-C ends it")
 
         await serve_controller(
             config,
             on_ready=lambda _: tell("leader", "is up"),
             on_standby=lambda lease: tell("standby", f"stands by for {lease.name}"),
             is_single=single,
+            http=HttpConfig.from_env(host=http_host, port=http_port),
+            on_http=lambda base: at.update(http_url=base),
         )
 
     run_command(out, lambda: until_stopped(serve()))
