@@ -77,8 +77,9 @@ def error_of(exc: RLBusError, what: str, op_id: str | None = None) -> JSONRespon
     if isinstance(exc, BadRequestError):
         return error(exc.status, exc.problem, param=exc.param)
     details: dict[str, Any] | None = None
-    if isinstance(exc, PartialError):
-        details, op_id = details_of(exc.report), exc.report.op_id
+    ended = exc if isinstance(exc, PartialError) else exc.__cause__  # see `rlbus.reports.raise_for_report`
+    if isinstance(ended, PartialError):
+        details, op_id = details_of(ended.report), ended.report.op_id
     elif isinstance(exc, FaultError):
         details = {"op_id": op_id, **_fault(exc.fault)}
     headers = {} if op_id is None else {OP_ID: op_id}

@@ -31,14 +31,14 @@ def ask(
 @pytest.mark.parametrize(
     "value",
     [
-        "",
-        "Bearer",
-        "Bearer ",
-        "Bearer wrong",
-        "Basic secret-token",
-        "secret-token",
-        "Bearer secret-token2",
-        "Bearer s\xe9",
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Bearer wrong",
+        b"Basic secret-token",
+        b"secret-token",
+        b"Bearer secret-token2",
+        b"Bearer s\xe9",
     ],
 )
 def test_a_wrong_token_is_401_in_vllms_words(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
