@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rlbus._http_server import HttpServer
 from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault
 from rlbus.schemas import (
     ChecksumsData,
@@ -42,7 +43,7 @@ from rlbus.workers.torch_lm.generate import Generation as Generator
 from rlbus.workers.torch_lm.model import load_model
 from rlbus.workers.torch_lm.rank import Rank, Seat
 from rlbus.workers.torch_lm.sampling import Sampling
-from rlbus.workers.torch_lm.server import HttpServer, make_app
+from rlbus.workers.torch_lm.server import make_app
 
 ROUTES = frozenset(
     {
