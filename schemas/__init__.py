@@ -47,6 +47,7 @@ from rlbus.schemas.commands import (
     ReceiveWeights,
     RenewLease,
     ResumeGeneration,
+    SetVersion,
     route_of,
 )
 from rlbus.schemas.control import (
@@ -191,6 +192,7 @@ __all__ = [
     "Generation",
     "GenerationPaused",
     "GenerationResumed",
+    "SetVersion",
     "GetChecksums",
     "GetFleet",
     "GetHistory",

@@ -166,6 +166,16 @@ class GetVersion(Body, frozen=True, kw_only=True, tag="get_weight_version"):
     """Ask for the weights' state and version. Answered with `WeightsData`."""
 
 
+class SetVersion(Body, frozen=True, kw_only=True, tag="set_weight_version"):
+    """Say which version the weights are that the worker has: for orchestrators that name them after an update.
+
+    Refused unless the weights are clean, and no older than what is served unless `allow_rollback`. Nothing is loaded.
+    """
+
+    version: Version
+    allow_rollback: bool = False
+
+
 class GetChecksums(Body, frozen=True, kw_only=True, tag="get_weight_checksums"):
     """Ask the engine for checksums of what it holds now. Answered with `ChecksumsData`."""
 
@@ -189,6 +199,7 @@ CommandBody = (
     | PrepareReload
     | LoadWeights
     | GetVersion
+    | SetVersion
     | GetChecksums
 )
 

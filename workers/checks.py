@@ -21,6 +21,7 @@ from rlbus.schemas import (
     PrepareWeightsUpdate,
     ReceiveWeights,
     ResumeGeneration,
+    SetVersion,
     Version,
     WeightsState,
 )
@@ -219,6 +220,17 @@ def _check_prepare_reload(state: WorkerState, body: PrepareReload) -> Fault | No
     return _check_version(state, body.version, body.allow_rollback)
 
 
+def _check_set_version(state: WorkerState, body: SetVersion) -> Fault | None:
+    weights = state.weights
+    if weights.state is not WeightsState.CLEAN:
+        return fault(
+            FaultCode.DIRTY if weights.state is WeightsState.DIRTY else FaultCode.WRONG_STATE,
+            f"weights are {weights.state.value}; a full update or a reload says what they are",
+            state=weights.state.value,
+        )
+    return None if weights.version == body.version else _check_version(state, body.version, body.allow_rollback)
+
+
 def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
     return fault(
         FaultCode.STALE_EPOCH,
@@ -237,4 +249,5 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     CommitWeights: _check_commit,
     PrepareReload: _check_prepare_reload,
     LoadWeights: _check_load,
+    SetVersion: _check_set_version,
 }

@@ -30,6 +30,7 @@ from rlbus.schemas import (
     ReceiveWeights,
     RenewLease,
     ResumeGeneration,
+    SetVersion,
     WeightsState,
     WeightsView,
     route_of,
@@ -334,6 +335,11 @@ def _clean(state: WorkerState, body: CommitWeights | LoadWeights) -> WorkerState
     return leases.healed(replace(state, weights=weights, session=None, prepared=None, owes_flush=True))
 
 
+def _named(state: WorkerState, body: SetVersion, event: Ended) -> WorkerState:
+    weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
+    return replace(state, weights=weights, committed_op_id=None)
+
+
 def _aborted(state: WorkerState, body: AbortWeights, event: Ended) -> WorkerState:
     """The agent has closed the session if it was this update's; what was prepared for it is dropped with it."""
     prepared = state.prepared
@@ -352,6 +358,7 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     CommitWeights: _committed,
     LoadWeights: _loaded,
     AbortWeights: _aborted,
+    SetVersion: _named,
 }
 
 

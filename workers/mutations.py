@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlbus.errors import FaultError, TransferError, error_from_fault, refused
 from rlbus.schemas import (
@@ -30,6 +30,7 @@ from rlbus.schemas import (
     ReceiveWeights,
     ResultData,
     ResumeGeneration,
+    SetVersion,
     Version,
     WeightsData,
     WeightsState,
@@ -39,6 +40,7 @@ from rlbus.schemas import (
 from rlbus.transfer.sums import sums_digest
 from rlbus.workers.checks import REFUSALS, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.label import LabelEngine
 from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started
 from rlbus.workers.preconditions import path_problem
 from rlbus.workers.state import WorkerState
@@ -124,6 +126,8 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
                 await _check_sums(engine, body.path, body.sums_digest)
         case LoadWeights():
             return await _load(engine, op_id, body, around)
+        case SetVersion():
+            return await _name(engine, body)
         case GetChecksums():
             return await engine.checksums()
         case _:
@@ -204,6 +208,12 @@ async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundi
         await _close_session(engine, around)
     around.apply(Started(op_id))
     await engine.load_weights(body.path, body.version)
+    return _clean(body.version)
+
+
+async def _name(engine: Engine, body: SetVersion) -> ResultData:
+    # The route says that the engine has it, and is checked before.
+    await cast(LabelEngine, engine).label_weights(body.version)
     return _clean(body.version)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -32,7 +33,8 @@ async def worker(system: SystemConfig) -> AsyncIterator[Agent]:
                 handle_signals=False,
             )
         )
-        await asyncio.wait({running, ready}, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {running, ready}
+        await asyncio.wait(either, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             await running
         agent = ready.result()

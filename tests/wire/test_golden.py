@@ -93,6 +93,7 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.PrepareReload(path="/models/step-42", version=V2, allow_rollback=True, sums_digest="d2"),
     s.LoadWeights(path="/models/step-42", version=V2, allow_rollback=True),
     s.GetVersion(),
+    s.SetVersion(version=V2, allow_rollback=True),
     s.GetChecksums(),
 )
 DATA: tuple[s.ResultData, ...] = (

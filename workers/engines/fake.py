@@ -44,6 +44,7 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_disk",
         "get_weight_checksums",
+        "set_weight_version",
     }
 )
 DEFAULT_TENSORS = (
@@ -234,6 +235,11 @@ class FakeEngine:
                 await self._deviate(step)
             self._write(spec, content)
         self.session, self.label = None, version
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._play("label_weights")
+        self.label = version
 
     async def checksums(self) -> ChecksumsData:
         """See `Engine`."""

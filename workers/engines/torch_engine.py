@@ -54,6 +54,7 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_disk",
         "get_weight_checksums",
+        "set_weight_version",
     }
 )
 # The label of weights that an update has touched and not finished.
@@ -278,6 +279,10 @@ class TorchEngine:
     def _may_read(self, path: str) -> bool:
         real = Path(path).resolve()
         return any(real.is_relative_to(root) for root in self._roots)
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        self._generating.relabel(str(version))
 
     async def checksums(self) -> ChecksumsData:
         """See `Engine`. Raises: EngineError (checksum_mismatch): the ranks hold different weights."""
