@@ -164,6 +164,7 @@ from rlbus.schemas.membership import (
     WorkerStatus,
     WorkView,
 )
+from rlbus.schemas.native import ApplyUpdate, FinishUpdate, InitTransfer, ShutdownTransfer, StartUpdate
 from rlbus.schemas.snapshots import (
     CatchUpTask,
     FleetSnapshot,
@@ -216,6 +217,11 @@ __all__ = [
     "GenerationPaused",
     "GenerationResumed",
     "SetVersion",
+    "InitTransfer",
+    "ShutdownTransfer",
+    "StartUpdate",
+    "ApplyUpdate",
+    "FinishUpdate",
     "GetChecksums",
     "GetFleet",
     "GetHistory",

@@ -10,6 +10,7 @@ from rlbus.schemas.base import Body, Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
 from rlbus.schemas.loras import GetLoras, LoadLora, UnloadLora
+from rlbus.schemas.native import ApplyUpdate, FinishUpdate, InitTransfer, ShutdownTransfer, StartUpdate
 from rlbus.schemas.weights import ManifestPage, Version
 
 
@@ -197,6 +198,11 @@ CommandBody = (
     | LoadWeights
     | GetVersion
     | SetVersion
+    | InitTransfer
+    | ShutdownTransfer
+    | StartUpdate
+    | ApplyUpdate
+    | FinishUpdate
     | GetChecksums
     | LoadLora
     | UnloadLora

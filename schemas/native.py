@@ -5,7 +5,7 @@ trainer and the engine's own transfer backend; it passes through unread, as JSON
 The rules are those of any update: one at a time, paused, from the first `update_weights` on not clean before a finish.
 """
 
-from rlbus.schemas.commands_base import Body
+from rlbus.schemas.base import Body
 from rlbus.schemas.ids import OpId
 from rlbus.schemas.weights import Version
 

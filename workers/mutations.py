@@ -13,15 +13,18 @@ from typing import Any, Protocol, cast
 from rlbus.errors import FaultError, TransferError, error_from_fault, refused
 from rlbus.schemas import (
     AbortWeights,
+    ApplyUpdate,
     CommandBody,
     CommitWeights,
     DestroyGroup,
     Fault,
     FaultCode,
+    FinishUpdate,
     FlushCache,
     Generation,
     GetChecksums,
     InitGroup,
+    InitTransfer,
     LoadWeights,
     PauseGeneration,
     PauseMode,
@@ -31,6 +34,8 @@ from rlbus.schemas import (
     ResultData,
     ResumeGeneration,
     SetVersion,
+    ShutdownTransfer,
+    StartUpdate,
     Version,
     WeightsData,
     WeightsState,
@@ -38,6 +43,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.sums import sums_digest
+from rlbus.workers import native_calls
 from rlbus.workers.checks import REFUSALS, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.label import LabelEngine
@@ -48,7 +54,7 @@ from rlbus.workers.state import WorkerState
 _log = logging.getLogger("rlbus.workers")
 
 # Commands during which the weights may change; one that was cut off leaves them in doubt.
-_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights)
+_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights, ApplyUpdate, FinishUpdate)
 
 
 class Surroundings(Protocol):
@@ -130,6 +136,8 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
             return await _name(engine, body)
         case GetChecksums():
             return await engine.checksums()
+        case InitTransfer() | ShutdownTransfer() | StartUpdate() | ApplyUpdate() | FinishUpdate():
+            return await native_calls.perform(engine, op_id, body, around, lambda: _check_stands_still(around))
         case _:
             raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
     return None
