@@ -6,9 +6,11 @@ Published on `dyn.<ns>.<component>.rl.<route>` (to every worker of a component) 
 
 import enum
 
-from rlbus.schemas.base import Wire
+from rlbus.schemas.base import Body, Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
+from rlbus.schemas.loras import GetLoras, LoadLora, UnloadLora
+from rlbus.schemas.native import ApplyUpdate, FinishUpdate, InitTransfer, ShutdownTransfer, StartUpdate
 from rlbus.schemas.weights import ManifestPage, Version
 
 
@@ -18,10 +20,6 @@ class PauseMode(enum.StrEnum):
     KEEP = "keep"  # frozen, and continued after resume
     WAIT = "wait"  # finished first, then paused
     ABORT = "abort"  # ended now, with the tokens that they have
-
-
-class Body(Wire, frozen=True, kw_only=True, tag_field="route"):
-    """Base of command bodies; each subclass is tagged with its route."""
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="hello"):
@@ -166,6 +164,16 @@ class GetVersion(Body, frozen=True, kw_only=True, tag="get_weight_version"):
     """Ask for the weights' state and version. Answered with `WeightsData`."""
 
 
+class SetVersion(Body, frozen=True, kw_only=True, tag="set_weight_version"):
+    """Say which version the weights are that the worker has: for orchestrators that name them after an update.
+
+    Refused unless the weights are clean, and no older than what is served unless `allow_rollback`. Nothing is loaded.
+    """
+
+    version: Version
+    allow_rollback: bool = False
+
+
 class GetChecksums(Body, frozen=True, kw_only=True, tag="get_weight_checksums"):
     """Ask the engine for checksums of what it holds now. Answered with `ChecksumsData`."""
 
@@ -189,7 +197,16 @@ CommandBody = (
     | PrepareReload
     | LoadWeights
     | GetVersion
+    | SetVersion
+    | InitTransfer
+    | ShutdownTransfer
+    | StartUpdate
+    | ApplyUpdate
+    | FinishUpdate
     | GetChecksums
+    | LoadLora
+    | UnloadLora
+    | GetLoras
 )
 
 

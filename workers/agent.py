@@ -32,6 +32,7 @@ from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.entrance import Entrance
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
@@ -72,6 +73,7 @@ class Agent:
     With a `ledger` of an earlier process the worker comes back as itself: with its outcomes and the largest term that
     it has seen, and with unknown weights, since the engine is a new one. One that comes `before` this agent, and has
     ended by itself, leaves it the engine as it is: weights, an open update, who holds the pause, outcomes.
+    `system_url` is the base of this worker's own HTTP surface; None announces the engine's, if it has one.
 
     Raises:
         ConfigError: a name doesn't fit into a subject.
@@ -88,6 +90,7 @@ class Agent:
         config: AgentConfig | None = None,
         ledger: Ledger | None = None,
         before: "Agent | None" = None,
+        system_url: str | None = None,
     ) -> None:
         self._engine = engine
         self._bus = bus
@@ -105,13 +108,15 @@ class Agent:
             world_size=info.world_size,
             routes=tuple(sorted(routes)),
             backends=info.backends,
-            system_url=info.system_url,
+            system_url=info.system_url if system_url is None else system_url,
             completions_url=info.completions_url,
         )
         self.boot_id = bus.new_id()
         self.journal = Journal()
         self.refusals = Refusals()
         self.answers = Answers(bus, namespace, component, instance_id, self.boot_id)
+        # For callers in this process. Open while `run` serves.
+        self.entrance = Entrance(self, bus, self._config)
         # Set once the subscriptions stand at the server.
         self.ready = asyncio.Event()
         self._state = WorkerState(
@@ -143,6 +148,10 @@ class Agent:
         """What was commanded and is in progress."""
         return self._state
 
+    def new_op_id(self) -> str:
+        """One that no op has."""
+        return self._bus.new_id()
+
     def stop(self, reason: str = "stopped") -> None:
         """Let `run` end: what runs may go on for `drain_s`. Idempotent; from the loop's thread."""
         self._stop_reason = reason
@@ -169,14 +178,19 @@ class Agent:
             try:
                 await self._try_barrier()
                 self.ready.set()
+                self.entrance.open()
                 await self._stopped.wait()
                 drain_s = self._config.drain_s if self.lost is None else 0.0
             finally:
+                self.entrance.close()
                 unwatch()
                 for subscription in subscriptions:
                     subscription.unsubscribe()
                 heart.cancel()
-                await self._close(drain_s)
+                try:
+                    await self._close(drain_s)
+                finally:
+                    self.entrance.abandon()
 
     def announce_soon(self) -> None:
         """Let the next heartbeat come now."""
@@ -270,12 +284,15 @@ class Agent:
         if subject is None or subject.route == ROUTES_QUERY:
             self._on_undecodable(message, "the subject is no command's")
             return
+        self.take(command, message.reply, subject.route, subject.instance_id is not None)
+
+    def take(self, command: Command, reply: str | None, route: str, is_unicast: bool = True) -> None:
+        """Take a command, from the bus or from `entrance`; answers go to `reply`. Never raises, never waits."""
         try:
-            self._take(command, message.reply, subject.route, subject.instance_id is not None)
+            self._take(command, reply, route, is_unicast)
         except Exception:  # noqa: BLE001 - a bug of ours: logged, the sender gets `internal`, the agent lives on
-            _log.exception("taking %s %s failed", subject.route, command.op_id)
-            bug = fault(FaultCode.INTERNAL, "the agent failed; see its log")
-            self.refuse(command, message.reply, bug)
+            _log.exception("taking %s %s failed", route, command.op_id)
+            self.refuse(command, reply, fault(FaultCode.INTERNAL, "the agent failed; see its log"))
 
     def _on_bad(self, error: DecodeError, message: Message) -> None:
         self._on_undecodable(message, error.problem)

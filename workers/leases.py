@@ -10,9 +10,12 @@ from dataclasses import replace
 from rlbus.schemas import (
     WHOLE,
     AbortWeights,
+    ApplyUpdate,
     Fault,
     FaultCode,
+    FinishUpdate,
     InitGroup,
+    InitTransfer,
     LoadWeights,
     PauseGeneration,
     PauseView,
@@ -32,7 +35,7 @@ RETRY_S = 5.0
 # What the agent gives the engine for one op at the end of a lease, in seconds.
 OWN_OP_S = 30.0
 # Work that may keep a process from its heartbeats: a collective, the reading of a large folder.
-_BLOCKING = InitGroup | ReceiveWeights | LoadWeights
+_BLOCKING = InitGroup | ReceiveWeights | LoadWeights | InitTransfer | ApplyUpdate | FinishUpdate
 
 
 def check_renewal(state: WorkerState, body: RenewLease) -> Fault | None:

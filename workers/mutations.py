@@ -8,20 +8,23 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlbus.errors import FaultError, TransferError, error_from_fault, refused
 from rlbus.schemas import (
     AbortWeights,
+    ApplyUpdate,
     CommandBody,
     CommitWeights,
     DestroyGroup,
     Fault,
     FaultCode,
+    FinishUpdate,
     FlushCache,
     Generation,
     GetChecksums,
     InitGroup,
+    InitTransfer,
     LoadWeights,
     PauseGeneration,
     PauseMode,
@@ -30,6 +33,9 @@ from rlbus.schemas import (
     ReceiveWeights,
     ResultData,
     ResumeGeneration,
+    SetVersion,
+    ShutdownTransfer,
+    StartUpdate,
     Version,
     WeightsData,
     WeightsState,
@@ -37,8 +43,10 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.sums import sums_digest
+from rlbus.workers import native_calls
 from rlbus.workers.checks import REFUSALS, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.label import LabelEngine
 from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started
 from rlbus.workers.preconditions import path_problem
 from rlbus.workers.state import WorkerState
@@ -46,7 +54,7 @@ from rlbus.workers.state import WorkerState
 _log = logging.getLogger("rlbus.workers")
 
 # Commands during which the weights may change; one that was cut off leaves them in doubt.
-_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights)
+_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights, ApplyUpdate, FinishUpdate)
 
 
 class Surroundings(Protocol):
@@ -124,8 +132,12 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
                 await _check_sums(engine, body.path, body.sums_digest)
         case LoadWeights():
             return await _load(engine, op_id, body, around)
+        case SetVersion():
+            return await _name(engine, body)
         case GetChecksums():
             return await engine.checksums()
+        case InitTransfer() | ShutdownTransfer() | StartUpdate() | ApplyUpdate() | FinishUpdate():
+            return await native_calls.perform(engine, op_id, body, around, lambda: _check_stands_still(around))
         case _:
             raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
     return None
@@ -204,6 +216,12 @@ async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundi
         await _close_session(engine, around)
     around.apply(Started(op_id))
     await engine.load_weights(body.path, body.version)
+    return _clean(body.version)
+
+
+async def _name(engine: Engine, body: SetVersion) -> ResultData:
+    # The route says that the engine has it, and is checked before.
+    await cast(LabelEngine, engine).label_weights(body.version)
     return _clean(body.version)
 
 

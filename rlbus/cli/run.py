@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rlbus.workers.agent import Agent
     from rlbus.workers.engines.base import Engine
     from rlbus.workers.supervisor.environment import Named
+    from rlbus.workers.system.settings import SystemConfig
 
 worker_app = typer.Typer(
     help="Run a worker: an inference engine with its agent on the bus.", no_args_is_help=True, rich_markup_mode=None
@@ -36,6 +37,25 @@ Component = Annotated[
 InstanceId = Annotated[
     str | None,
     typer.Option("--instance-id", metavar="ID", help="64-bit number. [env: RLBUS_INSTANCE_ID] [default: random]"),
+]
+SystemHost = Annotated[
+    str | None,
+    typer.Option(
+        "--system-host",
+        metavar="HOST",
+        help="Address of its HTTP surface; one that others reach needs RLBUS_SYSTEM_TOKEN. "
+        "[env: RLBUS_SYSTEM_HOST] [default: 127.0.0.1]",
+    ),
+]
+SystemPort = Annotated[
+    int | None,
+    typer.Option(
+        "--system-port",
+        metavar="PORT",
+        min=-1,
+        max=65535,
+        help="Port of its HTTP surface; 0 takes a free one, -1 has none. [env: RLBUS_SYSTEM_PORT] [default: 0]",
+    ),
 ]
 WeightRoots = Annotated[
     list[str] | None,
@@ -229,6 +249,8 @@ def worker_fake(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    system_host: SystemHost = None,
+    system_port: SystemPort = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -239,11 +261,11 @@ def worker_fake(
 
         return FakeEngine(world_size=world_size)
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, system_host, system_port)
     if no_restart:
         worker.run(make)
     else:
-        worker.supervise(("fake", "--world-size", str(world_size)))
+        worker.supervise(("fake", "--world-size", str(world_size), *worker.system_arguments))
 
 
 @worker_app.command("torch")
@@ -256,6 +278,8 @@ def worker_torch(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    system_host: SystemHost = None,
+    system_port: SystemPort = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -271,14 +295,15 @@ def worker_torch(
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
         return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or ())
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, system_host, system_port)
     if no_restart:
         worker.run(make)
         return
     if importlib.util.find_spec("torch") is None:
         worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
-    worker.supervise(("torch", str(model.absolute()), "--ranks", str(ranks), "--port", str(port), *roots))
+    shape = ("--ranks", str(ranks), "--port", str(port))
+    worker.supervise(("torch", str(model.absolute()), *shape, *roots, *worker.system_arguments))
 
 
 @worker_app.command("vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -323,6 +348,8 @@ class _Worker:
         instance_id: str | None,
         weight_roots: list[str] | None,
         json: bool,
+        system_host: str | None = None,
+        system_port: int | None = None,
     ) -> None:
         self._url = url
         self._namespace = namespace
@@ -332,8 +359,21 @@ class _Worker:
         self._out = Output(json)
         self._is_told = False
         self._who = ""
+        self._system_host = system_host
+        self._system_port = system_port
         self.roots = tuple(str(Path(root).absolute()) for root in weight_roots or ())
         log_as_service()
+
+    @property
+    def system_arguments(self) -> tuple[str, ...]:
+        """The options of its HTTP surface, for a process of its own."""
+        given = (("--system-host", self._system_host), ("--system-port", self._system_port))
+        return tuple(text for name, value in given if value is not None for text in (name, str(value)))
+
+    def _system(self) -> "SystemConfig":
+        from rlbus.workers.system.settings import SystemConfig
+
+        return SystemConfig.from_env(host=self._system_host, port=self._system_port)
 
     def fail(self, error: ConfigError) -> NoReturn:
         """End with an error before anything was started."""
@@ -371,6 +411,7 @@ class _Worker:
                 component=self._component,
                 instance_id=self._instance_id,
                 config=AgentConfig.from_env(weight_roots=self.roots or None),
+                system=self._system(),
                 on_ready=on_ready,
             )
             return ExitCode.OK
@@ -403,6 +444,7 @@ class _Worker:
             from rlbus.workers.supervisor.environment import Named
 
             bus_config = self._config()
+            self._system()  # a wrong setting is told before anything starts
             named = Named.of(self._component, self._instance_id)
             self._who = worker_id(named.identity.component, named.identity.instance_id)
             await (await connect_bus(bus_config, name="rlbus-worker")).aclose()

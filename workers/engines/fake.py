@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlbus.errors import EngineDeadError, EngineError, error_from_fault, refused
 from rlbus.schemas import (
@@ -34,6 +34,7 @@ from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler
 from rlbus.workers.engines.fake_script import FakeScript, Step
+from rlbus.workers.engines.native import NATIVE_ROUTES
 
 ROUTES = frozenset(
     {
@@ -44,6 +45,8 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_disk",
         "get_weight_checksums",
+        "set_weight_version",
+        *NATIVE_ROUTES,
     }
 )
 DEFAULT_TENSORS = (
@@ -95,6 +98,9 @@ class FakeEngine:
         self.epoch: int | None = None
         self.session: ReceiveOrder | None = None
         self._is_received = False
+        # What another trainer's transfer was begun with, and whether an update of it is open.
+        self.native_info: dict[str, Any] | None = None
+        self.is_native_open = False
         self._is_dead = False
         # Set by `aclose`.
         self.is_closed = False
@@ -203,7 +209,7 @@ class FakeEngine:
         """See `Engine`."""
         await self._play("abort_update")
         self._released.set()
-        self.session = None
+        self.session, self.is_native_open = None, False
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
@@ -234,6 +240,51 @@ class FakeEngine:
                 await self._deviate(step)
             self._write(spec, content)
         self.session, self.label = None, version
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._play("label_weights")
+        self.label = version
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `NativeEngine`. Any `info` will do."""
+        self.epoch, self.native_info = None, None
+        await self._play("init_native")
+        self.native_info = info
+
+    async def shutdown_native(self) -> None:
+        """See `NativeEngine`."""
+        self._note("shutdown_native")
+        self.native_info, self.is_native_open = None, False
+        self._released.set()
+
+    async def start_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._play("start_native")
+        self.is_native_open = True
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `NativeEngine`. Each item brings the bytes of version 0.`step` for the tensors in `names`, or all."""
+        step = self._note("update_native")
+        await asyncio.sleep(step.latency_s)
+        if self.native_info is None or not self.is_native_open:
+            raise UpdateFailedError(_failed("no transfer was begun"), weights_touched=False)
+        if not self.requests.is_paused:
+            self.violations.append("update_native while running")
+        self._released.clear()
+        for item in info if isinstance(info, list) else [info]:
+            names = item.get("names", [spec.name for spec in self.tensors])
+            for index, spec in enumerate(spec for spec in self.tensors if spec.name in names):
+                if index == step.after_parts:
+                    await self._spoil(step, is_touched=index > 0)
+                self._write(spec, Version(step=item["step"]))
+
+    async def finish_native(self, version: Version) -> None:
+        """See `NativeEngine`."""
+        step = self._note("finish_native")
+        if step.fault is not None:
+            raise UpdateFailedError(step.fault, step.claims_touched is not False)
+        self.is_native_open, self.label = False, version
 
     async def checksums(self) -> ChecksumsData:
         """See `Engine`."""

@@ -9,14 +9,14 @@ import logging
 import os
 import random
 import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+from rlbus._http_server import base_url
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
+from rlbus.workers.addresses import reachable_host
 from rlbus.workers.config import AgentConfig, Identity
 from rlbus.workers.ledger import opened
 from rlbus.workers.supervisor.beats import Beats
@@ -248,12 +248,9 @@ class Attachment:
             if port is None:
                 _log.warning("rlbus: the port of this server can't be told, so no completions URL is announced")
                 return None
-        if self._env.advertise_host is not None:
-            host = self._env.advertise_host
-        elif host in ("", "0.0.0.0", "::"):
-            host = local_address_towards(self._env.bus.servers[0])
+        host = reachable_host(host, self._env.advertise_host, self._env.bus.servers[0])
         scheme = "https" if args.ssl_keyfile and args.ssl_certfile else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return base_url(host, port, scheme)
 
 
 def _bound_port(app: Any) -> int | None:
@@ -262,14 +259,3 @@ def _bound_port(app: Any) -> int | None:
         for sock in server.sockets:
             return int(sock.getsockname()[1])
     return None
-
-
-def local_address_towards(url: str) -> str:
-    """The address of this machine from which it reaches the bus: where others on the bus can reach it, most likely."""
-    parts = urlsplit(url)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname or "127.0.0.1", parts.port or 4222))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"

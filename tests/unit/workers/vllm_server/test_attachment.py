@@ -20,9 +20,10 @@ from rlbus.schemas import (
     WorkerMessage,
 )
 from rlbus.testing import LoopClock, MemoryBroker, run
+from rlbus.workers.addresses import local_address_towards
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.vllm_server import engine as engine_module
-from rlbus.workers.vllm_server.attachment import MAX_RETRY_S, Attachment, WorkerEnv, local_address_towards
+from rlbus.workers.vllm_server.attachment import MAX_RETRY_S, Attachment, WorkerEnv
 from tests.unit.workers.vllm_server.fake_llm import FakeLLM, config
 
 pytestmark = pytest.mark.unit
