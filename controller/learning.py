@@ -10,6 +10,7 @@ from rlbus.schemas import (
     CommandBody,
     CommitWeights,
     DestroyGroup,
+    FinishUpdate,
     Generation,
     GetVersion,
     InitGroup,
@@ -61,7 +62,7 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
         case CommitWeights() | LoadWeights():
             weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
             return change(status, weights=weights)
-        case GetVersion() if isinstance(result.data, WeightsData):
+        case GetVersion() | FinishUpdate() if isinstance(result.data, WeightsData):
             return change(status, weights=result.data.weights)
         case _:
             return status

@@ -8,6 +8,7 @@ from rlbus.schemas.control import (
     ReloadFleet,
     Report,
     ResumeFleet,
+    TransferFleet,
     UpdateWeights,
 )
 from rlbus.schemas.ids import WorkerId
@@ -15,7 +16,7 @@ from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
-MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet
+MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | TransferFleet
 
 
 class JournalEntry(Wire, frozen=True, kw_only=True):

@@ -212,6 +212,17 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
             sums_digest="d2",
         ),
     ),
+    (
+        s.ControlRequest,
+        s.TransferFleet(
+            **ASKED,
+            step=s.TransferStep.INIT,
+            info='{"rank_offset": 1}',
+            version=V2,
+            target=TARGET,
+            pause_mode=s.PauseMode.WAIT,
+        ),
+    ),
     (s.ControlRequest, s.CancelOp(**ASKED, of_op_id="op-0")),
     (
         s.ControlRequest,
