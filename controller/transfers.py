@@ -44,6 +44,8 @@ from rlbus.schemas import (
 
 # How long the fleet stands still for a trainer between two steps, in seconds; as a pause over HTTP.
 HOLD_S = 600.0
+# How long others are heard out after one has failed, in seconds: they may have failed by the same cause.
+HEAR_OUT_S = 0.5
 # The route that each step needs, which is also the name of its op.
 ROUTES: Mapping[TransferStep, str] = {
     TransferStep.INIT: "init_weight_transfer_engine",
@@ -106,7 +108,7 @@ class Transfers:
                 bodies = bodies_of(request, members)
                 assert not isinstance(bodies, Fault)
                 report = await verb.update(request, bodies)
-                if any(o.outcome is not Outcome.OK for o in report.outcomes):
+                if verb.has_left:
                     self._boots = None
             case TransferStep.FINISH:
                 version = self.version(request)
@@ -206,13 +208,14 @@ class TransferVerb(FleetVerb):
         super().__init__(op, line, [m.worker for m in members])
         self._registry = registry
         self._members = tuple(members)
+        # Whether everybody was told to leave the group, because one failed.
+        self.has_left = False
 
     async def join(self, bodies: Bodies) -> Report:
         """Form the group on everybody, or on nobody."""
         answers = await self._race("init", bodies)
         self._book.note("init", answers)
-        if self._is_over() or self._op.stopped.is_set():
-            await self._leave("init", answers)
+        await self._leave_unless_well("init", answers)
         return self._report()
 
     async def start(self, request: TransferFleet) -> Report:
@@ -239,8 +242,7 @@ class TransferVerb(FleetVerb):
         """Everybody receives. Where one fails the group is left on all: those that had received are torn."""
         answers = await self._race("update", bodies)
         self._book.note("update", answers)
-        if self._is_over() or self._op.stopped.is_set():
-            await self._leave("update", answers)
+        await self._leave_unless_well("update", answers)
         owned = self._owned(request)
         await self._ask("update", "keep", RenewLease(owner=owner_of(request), lease_s=HOLD_S), owned, is_final=True)
         return self._report()
@@ -282,6 +284,9 @@ class TransferVerb(FleetVerb):
                 pending -= done
                 self._op.count(len(answers))
                 self._op.tick()
+            if pending and not stopping.done():
+                done, pending = await asyncio.wait(pending, timeout=HEAR_OUT_S)
+                answers |= {w: task.result() for task, w in tasks.items() if task in done}
         finally:
             for task in (*pending, stopping):
                 task.cancel()
@@ -295,8 +300,13 @@ class TransferVerb(FleetVerb):
         why = await self._fan_out(step, body, [worker], False, lambda _, answer: found.append(answer))
         return found[0] if found else why or self._why_missing(None)
 
-    async def _leave(self, phase: str, answers: Mapping[WorkerId, StepAnswer]) -> None:
-        """One has failed: nobody stays in the group, or in a collective without it."""
+    async def _leave_unless_well(self, phase: str, answers: Mapping[WorkerId, StepAnswer]) -> None:
+        """Where one has failed, nobody stays in the group, or in a collective without it; unless nobody began."""
+        refused = [w for w, answer in answers.items() if answer.outcome is Outcome.REFUSED]
+        is_well = not self._is_over() and not self._op.stopped.is_set()
+        if is_well or len(refused) == len(self._workers):
+            return
+        self.has_left = True
         left = await self._ask("undo", "leave", ShutdownTransfer(), self._workers, is_final=True)
         for worker in self._workers:
             before = answers.get(worker)

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 
 from rlbus._http_server import HttpServer
 from rlbus.bus import Bus
-from rlbus.client import FleetClient
 from rlbus.controller.http import discovery, reading
 from rlbus.controller.http.answers import RETRY_AFTER_S, BadRequestError, error, error_of, status_of
+from rlbus.controller.http.calls import Calls
 from rlbus.controller.http.config import HttpConfig
 from rlbus.controller.http.fleet import FleetRoutes
 from rlbus.controller.http.guard import Guard
@@ -40,16 +40,16 @@ class ControllerHttp:
         self, bus: Bus, namespace: str, *, token: str | None = None, probes: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self._namespace = namespace
-        self._client = FleetClient(bus, namespace, caller="http")
+        self._calls = Calls(bus, namespace)
+        self._client = self._calls.client()
         self._prober = Prober(probes)
-        self._fleet = FleetRoutes(bus, namespace)
         self._created = int(time.time())
         routes = [
             Route("/live", self._live),
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/v1/rl/workers", self._workers),
-            *self._fleet.routes(),
+            *FleetRoutes(self._calls).routes(),
         ]
         handlers = {404: _no_route, 405: _no_method, 500: _internal}
         self.app: ASGIApp = Guard(Starlette(routes=routes, exception_handlers=handlers), token)
@@ -57,7 +57,7 @@ class ControllerHttp:
     async def aclose(self) -> None:
         """Take back what still runs, and end probes. Idempotent. Cancel: it is left to the controller."""
         try:
-            await self._fleet.aclose()
+            await self._calls.aclose()
         finally:
             await self._prober.aclose()
 

@@ -5,8 +5,6 @@ at a time, a half pause undone, op ids that join, leases, dirty weights that sta
 the op id and the version come in headers.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from http import HTTPStatus
 from typing import Any
 
@@ -15,18 +13,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlbus.bus import Bus
-from rlbus.client import FleetClient, as_pause_mode
+from rlbus.client import as_pause_mode
 from rlbus.controller.http import reading
-from rlbus.controller.http.answers import OP_ID, VERSION, BadRequestError, error, error_of
-from rlbus.controller.http.shared import SharedOps
-from rlbus.errors import ConfigError, NoWorkerError, PartialError, RLBusError
-from rlbus.schemas import AbortedData, Fault, FaultCode, Generation, Liveness, MemberView, Report, Target
+from rlbus.controller.http.answers import BadRequestError
+from rlbus.controller.http.calls import MAX_LIMIT_S, Calls, answered, done
+from rlbus.controller.http.native import NativeRoutes, NoBody
+from rlbus.errors import NoWorkerError, PartialError
+from rlbus.schemas import AbortedData, Fault, FaultCode, Generation, Liveness, MemberView, Report
 
 # How long a pause over HTTP holds unless the caller says otherwise, in seconds. Longer than an update of a large model
 # takes; a dead orchestrator must not leave the fleet paused for ever.
 DEFAULT_LEASE_S = 600.0
-MAX_LIMIT_S = 86_400.0
 # How long ops may take unless the caller says otherwise, in seconds. A client that hears nothing for its own time-out
 # and asks again joins the op that runs, so these may be longer than any such. Reading the weights of a large model may
 # take over an hour (prime-rl#3599).
@@ -37,12 +34,6 @@ ABORT_S = 30.0
 UPDATE_S = 7200.0
 QUESTION_S = 10.0
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-class NoBody(msgspec.Struct):
-    """Of verbs that are told everything in the query."""
-
 
 class AbortBody(msgspec.Struct):
     """As vLLM's: no or empty `request_ids` aborts all."""
@@ -51,37 +42,37 @@ class AbortBody(msgspec.Struct):
 
 
 class UpdateBody(msgspec.Struct):
-    """As prime-rl's. Caches are always emptied, so `skip_prefix_cache_reset` changes nothing."""
+    """As prime-rl's (`weight_dir`) or vLLM's (`update_info`), one of them.
 
-    weight_dir: str | None
+    Caches are always emptied, so `skip_prefix_cache_reset` changes nothing.
+    """
+
+    weight_dir: str | msgspec.UnsetType | None = msgspec.UNSET
     skip_prefix_cache_reset: bool = False
+    update_info: dict[str, Any] | list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class FleetRoutes:
-    """The verbs of one namespace. `aclose` takes back what still runs."""
+    """The verbs of one namespace."""
 
-    def __init__(self, bus: Bus, namespace: str) -> None:
-        self._bus = bus
-        self._namespace = namespace
-        self._ops = SharedOps()
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._native = NativeRoutes(calls)
 
     def routes(self) -> list[Route]:
         """To be mounted at the root, as vLLM has them."""
         return [
-            Route("/pause", self._verb("pause generation", self._pause), methods=["POST"]),
-            Route("/resume", self._verb("resume generation", self._resume), methods=["POST"]),
-            Route("/abort_requests", self._verb("abort requests", self._abort), methods=["POST"]),
-            Route("/reset_prefix_cache", self._verb("reset the caches", self._flush), methods=["POST"]),
-            Route("/update_weights", self._verb("update weights", self._update), methods=["POST"]),
-            Route("/init_broadcaster", self._verb("form a group", self._no_broadcaster), methods=["POST"]),
-            Route("/is_paused", self._verb("fetch pause status", self._is_paused), methods=["GET"]),
-            Route("/get_world_size", self._verb("get the world size", self._world_size), methods=["GET"]),
-            Route("/weight_info", self._verb("get the weight version", self._weight_info), methods=["GET"]),
+            Route("/pause", answered("pause generation", self._pause), methods=["POST"]),
+            Route("/resume", answered("resume generation", self._resume), methods=["POST"]),
+            Route("/abort_requests", answered("abort requests", self._abort), methods=["POST"]),
+            Route("/reset_prefix_cache", answered("reset the caches", self._flush), methods=["POST"]),
+            Route("/update_weights", answered("update weights", self._update), methods=["POST"]),
+            Route("/init_broadcaster", answered("form a group", self._no_broadcaster), methods=["POST"]),
+            Route("/is_paused", answered("fetch pause status", self._is_paused), methods=["GET"]),
+            Route("/get_world_size", answered("get the world size", self._world_size), methods=["GET"]),
+            Route("/weight_info", answered("get the weight version", self._weight_info), methods=["GET"]),
+            *self._native.routes(),
         ]
-
-    async def aclose(self) -> None:
-        """Take back what still runs. Idempotent. Cancel: it is left to the controller."""
-        await self._ops.aclose()
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
@@ -92,26 +83,27 @@ class FleetRoutes:
         clear_cache = reading.flag(query, "clear_cache", True)
         lease_s = _lease_of(request)
         await reading.read_body(request, NoBody)
-        call = _Call(self, request, PAUSE_S)
-        report = await call.run(
+        report = await self._calls.run(
+            request,
+            PAUSE_S,
             ("pause", mode, clear_cache, lease_s),
             lambda fleet, **op: fleet.pause(mode=mode, clear_cache=clear_cache, lease_s=lease_s, **op),
         )
-        return _done({"status": "paused"}, report)
+        return done({"status": "paused"}, report)
 
     async def _resume(self, request: Request) -> Response:
         reading.check_query(request.query_params, {"component"}, {"component"})
         await reading.read_body(request, NoBody)
-        report = await _Call(self, request, RESUME_S).run(("resume",), lambda fleet, **op: fleet.resume(**op))
-        return _done({"status": "resumed"}, report)
+        report = await self._calls.run(request, RESUME_S, ("resume",), lambda fleet, **op: fleet.resume(**op))
+        return done({"status": "resumed"}, report)
 
     async def _abort(self, request: Request) -> Response:
         reading.check_query(request.query_params, {"component"}, {"component"})
         body = await reading.read_body(request, AbortBody)
         ids = tuple(body.request_ids) if body.request_ids else None
-        report = await _Call(self, request, ABORT_S).run(None, lambda fleet, **op: fleet.abort(request_ids=ids, **op))
+        report = await self._calls.run(request, ABORT_S, None, lambda fleet, **op: fleet.abort(request_ids=ids, **op))
         counts = [o.data.num_aborted for o in report.outcomes if isinstance(o.data, AbortedData)]
-        return _done({"status": "aborted", "aborted": sum(counts)}, report)
+        return done({"status": "aborted", "aborted": sum(counts)}, report)
 
     async def _flush(self, request: Request) -> Response:
         query = request.query_params
@@ -122,31 +114,35 @@ class FleetRoutes:
                 raise BadRequestError(problem, name, HTTPStatus.NOT_IMPLEMENTED)
         await reading.read_body(request, NoBody)
         try:
-            report = await _Call(self, request, FLUSH_S).run(None, lambda fleet, **op: fleet.flush(**op))
+            report = await self._calls.run(request, FLUSH_S, None, lambda fleet, **op: fleet.flush(**op))
         except PartialError as exc:
             if not _only_blocked(exc.report):
                 raise
-            return _done({"success": False}, exc.report)
-        return _done({"success": True}, report)
+            return done({"success": False}, exc.report)
+        return done({"success": True}, report)
 
     async def _update(self, request: Request) -> Response:
         reading.check_query(request.query_params, {"component"}, {"component"})
         body = await reading.read_body(request, UpdateBody)
+        if (body.weight_dir is msgspec.UNSET) is (body.update_info is msgspec.UNSET):
+            raise BadRequestError("give weight_dir (a folder) or update_info (vLLM's weight transfer)", "weight_dir")
+        if not isinstance(body.update_info, msgspec.UnsetType):
+            return await self._native.update(request, body.update_info)
         path = body.weight_dir
-        if path is None:
+        if not isinstance(path, str):
             problem = (
                 "weight_dir is null: an update over prime-rl's own NCCL group isn't served; use its filesystem one"
             )
             raise BadRequestError(problem, "weight_dir", HTTPStatus.NOT_IMPLEMENTED)
-        report = await _Call(self, request, UPDATE_S).run(
-            ("update", path), lambda fleet, **op: fleet.reload(path, **op)
+        report = await self._calls.run(
+            request, UPDATE_S, ("update", path), lambda fleet, **op: fleet.reload(path, **op)
         )
-        return _done({"status": "ok"}, report)
+        return done({"status": "ok"}, report)
 
     async def _no_broadcaster(self, _request: Request) -> Response:
         # Not left out: prime-rl takes a 404 for "needs none", and its trainer would wait in the group for ever.
         problem = "prime-rl's own NCCL group isn't served; set its weight broadcast to filesystem, or use rlbus.Trainer"
-        return error(HTTPStatus.NOT_IMPLEMENTED, problem)
+        raise BadRequestError(problem, None, HTTPStatus.NOT_IMPLEMENTED)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -167,13 +163,13 @@ class FleetRoutes:
 
     async def _weight_info(self, request: Request) -> Response:
         reading.check_query(request.query_params, ())
-        view = await self.client("http").status(deadline_s=QUESTION_S)
+        view = await self._calls.client().status(deadline_s=QUESTION_S)
         # "default" is what vLLM says of weights that no update has named.
         return JSONResponse({"weight_version": "default" if view.version is None else str(view.version)})
 
     async def _living(self, request: Request) -> list[MemberView]:
         components = reading.components_of(request.query_params)
-        view = await self.client("http").status(deadline_s=QUESTION_S)
+        view = await self._calls.client().status(deadline_s=QUESTION_S)
         there = (Liveness.ALIVE, Liveness.SUSPECT)
         members = [m for m in view.members if m.liveness in there]
         if components is not None:
@@ -181,80 +177,6 @@ class FleetRoutes:
         if not members:
             raise NoWorkerError(Fault(code=FaultCode.NO_WORKER, message="no worker is there", retryable=True))
         return members
-
-    # -- around them --------------------------------------------------------------------------------------------------
-
-    def client(self, caller: str) -> FleetClient:
-        """Asks the controller as `caller`."""
-        return FleetClient(self._bus, self._namespace, caller=caller)
-
-    def new_id(self) -> str:
-        """An op id."""
-        return self._bus.new_id()
-
-    @property
-    def ops(self) -> SharedOps:
-        """What runs for callers of these routes."""
-        return self._ops
-
-    def _verb(self, what: str, handler: Handler) -> Handler:
-        """A handler whose errors are answers; `what` is what couldn't be done."""
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except ConfigError as exc:
-                return error(HTTPStatus.BAD_REQUEST, str(exc))
-            except RLBusError as exc:
-                return error_of(exc, what, request.scope.get(OP_ID))
-
-        return handle
-
-
-class _Call:
-    """One request for an op: who asks, of whom, and for how long. Raises BadRequestError."""
-
-    def __init__(self, owner: FleetRoutes, request: Request, limit_s: float) -> None:
-        self._owner = owner
-        self._request = request
-        self._caller = reading.caller_of(request)
-        self._op_id = reading.op_id_of(request)
-        self._limit_s = reading.seconds_of(request, reading.LIMIT_HEADER, limit_s, MAX_LIMIT_S)
-        components = reading.components_of(request.query_params)
-        self._target = Target(components=components)
-
-    async def run(self, what: Hashable | None, verb: Callable[..., Awaitable[Report]]) -> Report:
-        """The report, once it is ok. Whoever asks for the same `what` while it runs joins it; None: nobody does, since
-        doing it twice isn't the same as once (requests and cache entries that came in between).
-
-        Raises: what the verbs of `FleetClient` raise.
-        Cancel: it goes on for `shared.GRACE_S`.
-        """
-        op_id = self._owner.new_id() if self._op_id is None else self._op_id
-        self._request.scope[OP_ID] = op_id
-        fleet = self._owner.client(self._caller)
-
-        def begin() -> Awaitable[Report]:
-            return verb(fleet, target=self._target, op_id=op_id, deadline_s=self._limit_s)
-
-        key = op_id if what is None else (self._caller, self._op_id, self._target, self._limit_s, what)
-        joined = asyncio.ensure_future(self._owner.ops.join(key, begin))
-        gone = asyncio.ensure_future(_gone(self._request))
-        try:
-            await asyncio.wait({joined, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not joined.done():
-                raise BadRequestError("the client went away", None, HTTPStatus.REQUEST_TIMEOUT)
-            return joined.result()
-        finally:
-            for task in (joined, gone):
-                task.cancel()
-            await asyncio.gather(joined, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    """Return when the client closes the connection; only after the body was read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _lease_of(request: Request) -> float | None:
@@ -267,8 +189,3 @@ def _only_blocked(report: Report) -> bool:
     """Whether the one thing that went wrong is that caches couldn't be emptied, which vLLM answers with `success`."""
     faults = [o.fault.code for o in report.outcomes if o.fault is not None]
     return bool(faults) and set(faults) == {FaultCode.FLUSH_FAILED}
-
-
-def _done(body: dict[str, Any], report: Report) -> Response:
-    headers = {OP_ID: report.op_id} | ({} if report.version is None else {VERSION: str(report.version)})
-    return JSONResponse(body, headers=headers)

@@ -129,6 +129,20 @@ def test_another_trainers_update_goes_through_on_everybody() -> None:
     play([worker(1), worker(2, world_size=2)], scenario)
 
 
+def test_an_update_that_all_refuse_leaves_the_group_as_it_is() -> None:
+    """Nothing was begun, so nothing has to be formed again."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT)
+        with pytest.raises(WrongStateError, match="start one first"):
+            await scene.fleet.client.transfer("update", json.dumps({"step": 1}))
+        assert all(r.engine.native_info is not None for r in scene.fleet.workers)
+        for step, info in (("start", None), ("update", {"step": 1}), ("finish", None)):
+            assert await take(scene, step, info) == {"1": "ok", "2": "ok"}, step
+
+    play([worker(1), worker(2)], scenario)
+
+
 def test_an_update_without_init_is_the_engines_to_refuse() -> None:
     """A controller that has just taken over doesn't know of the group, which the engines are in all the same."""
 
