@@ -87,6 +87,9 @@ from rlbus.schemas.control import (
     WaitReady,
     WorkerOutcome,
 )
+from rlbus.schemas.dynamo import (
+    RoutesAnswer,
+)
 from rlbus.schemas.events import (
     CommandRefused,
     ControllerEvent,
@@ -181,6 +184,7 @@ __all__ = [
     "ControllerEventBase",
     "Data",
     "Descriptor",
+    "RoutesAnswer",
     "DestroyGroup",
     "Fault",
     "FaultCode",

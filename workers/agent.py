@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 
 from rlbus import subjects
+from rlbus._engine_routes import answer_routes
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.errors import ConfigError, DecodeError, RLBusError
@@ -300,14 +301,22 @@ class Agent:
     def _on_undecodable(self, message: Message, problem: str) -> None:
         subject = subjects.parse_command(message.subject)
         if subject is not None and subject.route == ROUTES_QUERY:
-            # Dynamo's query, {"method": "routes"}; its clients read the plain reply subject.
-            if message.reply is not None:
-                self.answers.publish(message.reply, self.descriptor)
+            self._answer_query(message)
             return
         why = bad_message(problem, len(message.data))
         route = None if subject is None else subject.route
         replies = () if message.reply is None else (message.reply,)
         self.answers.refuse(find_op_id(message.data), replies, why, route, self._bus.clock.now())
+
+    def _answer_query(self, message: Message) -> None:
+        """Dynamo's, {"method": "routes"}, as Dynamo answers it; any other with the descriptor. On the plain reply
+        subject, where Dynamo's clients read.
+        """
+        if message.reply is None:
+            return
+        mine = self.descriptor
+        asked = answer_routes(message.data, mine.routes, mine.system_url, mine.world_size)
+        self.answers.publish(message.reply, mine if asked is None else asked)
 
     def _on_connection(self, is_connected: bool) -> None:
         if is_connected:

@@ -48,7 +48,10 @@ def path_problem(path: str, roots: tuple[str, ...]) -> Fault | None:
         return fault(
             FaultCode.WRONG_STATE, "this worker has no weight root; start it with one (RLBUS_WEIGHT_ROOTS)", path=path
         )
-    real = Path(os.path.realpath(path))
+    try:
+        real = Path(os.path.realpath(path))
+    except (ValueError, OSError) as exc:  # a NUL in it, links without end
+        return fault(FaultCode.WRONG_STATE, f"{path!r} is no path that can be loaded from ({exc})", path=path)
     if not Path(path).is_absolute() or not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         return fault(FaultCode.WRONG_STATE, f"{path} is not below a weight root of this worker", path=path)
     return None

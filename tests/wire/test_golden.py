@@ -150,6 +150,12 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
         s.WorkerMessage,
         s.Announcement(boot_id="boot-1", seq=9, interval_s=5.0, descriptor=DESCRIPTOR, status=STATUS),
     ),
+    (
+        s.RoutesAnswer,
+        s.RoutesAnswer(
+            status="error", routes=("flush_cache",), system_url="http://w:1", world_size=2, method="x", message="no"
+        ),
+    ),
     (s.WorkerMessage, s.Goodbye(boot_id="boot-1", component="backend", instance_id="7", reason="scaled down")),
     (s.ControlRequest, s.PauseFleet(**ASKED, target=TARGET, mode=s.PauseMode.WAIT, clear_cache=False, lease_s=60.0)),
     (s.ControlRequest, s.ResumeFleet(**ASKED, target=TARGET, force=True)),
