@@ -15,6 +15,7 @@ from rlbus.schemas.acks import (
     Result,
     ResultData,
     ResultStatus,
+    SleepData,
     StatusData,
     WeightsData,
     WorkerAnswer,
@@ -40,7 +41,6 @@ from rlbus.schemas.commands import (
     InitGroup,
     LoadWeights,
     PauseGeneration,
-    PauseMode,
     PrepareReload,
     PrepareWeightsUpdate,
     PutManifest,
@@ -82,9 +82,11 @@ from rlbus.schemas.control import (
     SenderSignal,
     SenderStep,
     SendTask,
+    SleepFleet,
     Target,
     UpdateWeights,
     WaitReady,
+    WakeFleet,
     WorkerOutcome,
 )
 from rlbus.schemas.dynamo import (
@@ -99,6 +101,7 @@ from rlbus.schemas.events import (
     OpAdvanced,
     OpEnded,
     OpStarted,
+    SleepChanged,
     WeightsChanged,
     WorkerEvent,
     WorkerEventBase,
@@ -143,6 +146,14 @@ from rlbus.schemas.membership import (
     WorkerMessage,
     WorkerStatus,
     WorkView,
+)
+from rlbus.schemas.pausing import (
+    PauseMode,
+)
+from rlbus.schemas.sleeping import (
+    Sleep,
+    SleepTag,
+    WakeUp,
 )
 from rlbus.schemas.snapshots import (
     CatchUpTask,
@@ -263,6 +274,11 @@ __all__ = [
     "SendTask",
     "SenderSignal",
     "SenderStep",
+    "Sleep",
+    "SleepChanged",
+    "SleepData",
+    "SleepFleet",
+    "SleepTag",
     "SnapshotKind",
     "SnapshotOffer",
     "StatusData",
@@ -274,6 +290,8 @@ __all__ = [
     "UpdateWeights",
     "Version",
     "WaitReady",
+    "WakeFleet",
+    "WakeUp",
     "WeightsChanged",
     "WeightsData",
     "WeightsState",

@@ -4,20 +4,12 @@ Published on `dyn.<ns>.<component>.rl.<route>` (to every worker of a component) 
 `route` tag of the body equals the route token of the subject. Names of routes that Dynamo also has are Dynamo's.
 """
 
-import enum
-
 from rlbus.schemas.base import Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
+from rlbus.schemas.pausing import PauseMode
+from rlbus.schemas.sleeping import Sleep, WakeUp
 from rlbus.schemas.weights import ManifestPage, Version
-
-
-class PauseMode(enum.StrEnum):
-    """What a pause does with requests in flight, in vLLM's words."""
-
-    KEEP = "keep"  # frozen, and continued after resume
-    WAIT = "wait"  # finished first, then paused
-    ABORT = "abort"  # ended now, with the tokens that they have
 
 
 class Body(Wire, frozen=True, kw_only=True, tag_field="route"):
@@ -201,6 +193,8 @@ CommandBody = (
     | GetVersion
     | SetVersion
     | GetChecksums
+    | Sleep
+    | WakeUp
 )
 
 

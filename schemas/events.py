@@ -7,6 +7,7 @@ import msgspec
 from rlbus.schemas.base import Wire
 from rlbus.schemas.faults import Fault
 from rlbus.schemas.ids import InstanceId, OpId, Token
+from rlbus.schemas.sleeping import SleepTag
 from rlbus.schemas.weights import Version, WeightsState
 
 
@@ -45,6 +46,12 @@ class WeightsChanged(WorkerEventBase, frozen=True, kw_only=True, tag="weights_ch
     version: Version | None = None
 
 
+class SleepChanged(WorkerEventBase, frozen=True, kw_only=True, tag="sleep_changed"):
+    """Parts of the engine's memory fell asleep or woke; `asleep` are those that sleep now, sorted."""
+
+    asleep: tuple[SleepTag, ...]
+
+
 class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_refused"):
     """A command was refused; `route` is None when it could not be parsed that far."""
 
@@ -52,7 +59,7 @@ class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_re
     route: str | None = None
 
 
-WorkerEvent = GenerationPaused | GenerationResumed | WeightsChanged | CommandRefused
+WorkerEvent = GenerationPaused | GenerationResumed | WeightsChanged | SleepChanged | CommandRefused
 
 
 class ControllerEventBase(Wire, frozen=True, kw_only=True, tag_field="kind"):

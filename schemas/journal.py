@@ -8,14 +8,16 @@ from rlbus.schemas.control import (
     ReloadFleet,
     Report,
     ResumeFleet,
+    SleepFleet,
     UpdateWeights,
+    WakeFleet,
 )
 from rlbus.schemas.ids import WorkerId
 from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
-MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet
+MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | SleepFleet | WakeFleet
 
 
 class JournalEntry(Wire, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.engines.sleep import SleepEngine
 from rlbus.workers.entrance import Entrance
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
@@ -126,6 +127,7 @@ class Agent:
             world_size=info.world_size,
             routes=routes,
             backends=info.backends,
+            sleep_tags=engine.sleep_tags if isinstance(engine, SleepEngine) and "sleep" in routes else frozenset(),
         )
         self._ledger = ledger
         if before is not None:
@@ -232,6 +234,7 @@ class Agent:
             term=state.term,
             num_refused_messages=self.answers.num_refused,
             work=work_of(state.running, self._config.work_lease_s),
+            asleep=tuple(sorted(observed.asleep)),
         )
 
     # --- what outlives the process

@@ -6,6 +6,7 @@ from rlbus.schemas import (
     GenerationResumed,
     PauseView,
     ResumeGeneration,
+    SleepChanged,
     WeightsChanged,
     WorkerEvent,
 )
@@ -34,6 +35,8 @@ def facts(before: WorkerState, after: WorkerState, at: float) -> tuple[WorkerEve
             **who, at=at, op_id=op_id, forced=is_forced(before), lease_ended=lease_ended, owner=owner
         )
         found.append(resumed)
+    if after.asleep != before.asleep:
+        found.append(SleepChanged(**who, at=at, op_id=op_id, asleep=tuple(sorted(after.asleep))))
     return tuple(found)
 
 
@@ -56,4 +59,4 @@ def is_visible(before: WorkerState, after: WorkerState) -> bool:
 
 
 def _visible(state: WorkerState) -> object:
-    return state.weights, _kind(state.pause), state.epoch, work_of(state.running, 0.0)
+    return state.weights, _kind(state.pause), state.epoch, state.asleep, work_of(state.running, 0.0)

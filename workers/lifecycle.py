@@ -31,11 +31,13 @@ from rlbus.schemas import (
     RenewLease,
     ResumeGeneration,
     SetVersion,
+    Sleep,
+    WakeUp,
     WeightsState,
     WeightsView,
     route_of,
 )
-from rlbus.workers import leases
+from rlbus.workers import leases, sleeping
 from rlbus.workers.checks import check_body, fault, is_committed
 from rlbus.workers.journal import Record, digest_of
 from rlbus.workers.moves import (
@@ -59,6 +61,8 @@ from rlbus.workers.moves import (
     SessionClosed,
     Started,
     TakeBack,
+    WakeAgain,
+    Woke,
 )
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
 
@@ -110,6 +114,8 @@ def decide(state: WorkerState, event: Event) -> Decision:
             return replace(state, epoch=None), ()
         case Flushed():
             return replace(state, owes_flush=False), ()
+        case Woke():
+            return sleeping.woken(state, event.tags), ()
         case Ended():
             return _ended(state, event)
         case Released():
@@ -195,7 +201,9 @@ def is_mutation(body: CommandBody) -> bool:
 
 
 def takes_back(body: CommandBody, running: CommandBody) -> bool:
-    """Whether `body` asks for the end of what is running: an abort of the same update, a destroy of the same group."""
+    """Whether `body` asks for the end of what is running: an abort of the same update, a destroy of the same group, a
+    resume of what pauses, a wake of what falls asleep.
+    """
     match body, running:
         case AbortWeights(), ReceiveWeights():
             return body.update_op_id == running.update_op_id
@@ -203,7 +211,7 @@ def takes_back(body: CommandBody, running: CommandBody) -> bool:
             return body.epoch == running.epoch
         case DestroyGroup(), InitGroup():
             return body.epoch == running.plan.epoch
-        case ResumeGeneration(), PauseGeneration():
+        case (ResumeGeneration(), PauseGeneration()) | (WakeUp(), Sleep()):
             return True
         case _:
             return False
@@ -274,6 +282,9 @@ def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
         case PauseGeneration() if state.pause is None:
             # The engine may stand still, half paused: back to what was.
             return state, (Cleanup.RESUME,)
+        case Sleep():
+            state, tags = sleeping.failed(state, body, event.is_touched)
+            return state, (WakeAgain(tags), Cleanup.RESUME)
         case InitGroup():
             return replace(state, epoch=None), (Cleanup.LEAVE_GROUP,)
         case PrepareWeightsUpdate():
@@ -300,6 +311,10 @@ def _paused(state: WorkerState, body: PauseGeneration, event: Ended) -> WorkerSt
 
 def _resumed(state: WorkerState, body: ResumeGeneration, event: Ended) -> WorkerState:
     return replace(state, pause=None, lease=None, prepared=None)
+
+
+def _slept(state: WorkerState, body: Sleep, event: Ended) -> WorkerState:
+    return sleeping.slept(state, body)
 
 
 def _flushed(state: WorkerState, body: FlushCache, event: Ended) -> WorkerState:
@@ -352,6 +367,7 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     PauseGeneration: _paused,
     ResumeGeneration: _resumed,
     FlushCache: _flushed,
+    Sleep: _slept,
     InitGroup: _joined,
     DestroyGroup: _left,
     ReceiveWeights: _received,

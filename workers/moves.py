@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from rlbus.schemas import Command, CommandBody, Fault, TensorSpec
+from rlbus.schemas import Command, CommandBody, Fault, SleepTag, TensorSpec
 from rlbus.workers.journal import Record
 from rlbus.workers.state import WorkerState
 
@@ -57,6 +57,13 @@ class Flushed:
 
 
 @dataclass(frozen=True, slots=True)
+class Woke:
+    """The engine has taken the memory of `tags` again."""
+
+    tags: frozenset[SleepTag]
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The engine calls of the running mutation have ended. `is_touched` counts only with a fault."""
 
@@ -82,7 +89,7 @@ class LeaseEnded:
     now: float
 
 
-Event = Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Ended | Released | LeaseEnded
+Event = Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Woke | Ended | Released | LeaseEnded
 
 
 # --- actions
@@ -142,6 +149,13 @@ class TakeBack:
     fault: Fault
 
 
+@dataclass(frozen=True, slots=True)
+class WakeAgain:
+    """Take back the memory that a failed sleep may have freed, before the op counts as over."""
+
+    tags: frozenset[SleepTag]
+
+
 class Cleanup(enum.Enum):
     """Engine calls that follow a failure, in this order, before the op counts as over."""
 
@@ -150,5 +164,5 @@ class Cleanup(enum.Enum):
     RESUME = "resume"
 
 
-Action = Ignore | Refuse | Join | Replay | AnswerNow | Run | RunOwn | TakeBack | Cleanup
+Action = Ignore | Refuse | Join | Replay | AnswerNow | Run | RunOwn | TakeBack | WakeAgain | Cleanup
 Decision = tuple[WorkerState, tuple[Action, ...]]

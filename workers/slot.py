@@ -10,11 +10,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from rlbus._clock import Clock
-from rlbus.schemas import RECEIVING, Command, Fault, FaultCode, ReceiveWeights, ResultStatus, route_of
+from rlbus.schemas import RECEIVING, Command, Fault, FaultCode, ReceiveWeights, ResultStatus, SleepTag, route_of
 from rlbus.workers.answers import Answers
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.engines.sleep import sleeper
 from rlbus.workers.journal import Journal, Record
 from rlbus.workers.moves import (
     Action,
@@ -26,10 +27,15 @@ from rlbus.workers.moves import (
     Released,
     SessionClosed,
     Started,
+    WakeAgain,
+    Woke,
 )
 from rlbus.workers.mutations import EngineCall, Outcome, accepts_late, perform, within
 from rlbus.workers.refusals import Refusals
 from rlbus.workers.state import WorkerState
+
+# Engine calls that may follow one failure at most: each `Cleanup`, and waking.
+NUM_CLEANUPS = len(Cleanup) + 1
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -155,7 +161,7 @@ class Slot:
             if self._call is not None and self._tasks:
                 self._call.take_back(fault(FaultCode.CANCELLED, "the worker stops"))
             config = self._config
-            await self._wait_all(config.release_s + config.cancel_s + len(Cleanup) * config.undo_s)
+            await self._wait_all(config.release_s + config.cancel_s + NUM_CLEANUPS * config.undo_s)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -246,8 +252,17 @@ class Slot:
                 case Cleanup.LEAVE_GROUP:
                     await within(self._engine.leave_group(), config.undo_s, config.cancel_s, "leaving a group")
                     self._host.apply(GroupLeft())
-                case Cleanup.RESUME:
-                    await within(self._engine.resume(), config.undo_s, config.cancel_s, "resuming after a failed pause")
+                case WakeAgain(tags):
+                    await self._wake_again(tags)
+                case Cleanup.RESUME if not self._host.state.asleep and self._host.state.pause is None:
+                    await within(self._engine.resume(), config.undo_s, config.cancel_s, "resuming after a failure")
+
+    async def _wake_again(self, tags: frozenset[SleepTag]) -> None:
+        async def wake() -> None:
+            await sleeper(self._engine).wake_up(tags)
+
+        if await within(wake(), self._config.undo_s, self._config.cancel_s, "waking after a failed sleep"):
+            self._host.apply(Woke(tags))
 
     def _give_up_waiting(self, op: _Op) -> None:
         self._end(op, Outcome(fault=_not_let_go(op), is_refused=True))

@@ -7,7 +7,7 @@ takes it back).
 
 from dataclasses import dataclass, field
 
-from rlbus.schemas import CommandBody, PauseView, TensorSpec, Version, WeightsState, WeightsView
+from rlbus.schemas import CommandBody, PauseView, SleepTag, TensorSpec, Version, WeightsState, WeightsView
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +82,6 @@ class WorkerState:
     committed_op_id: str | None = None
     # Caches may hold entries of older weights; a resume flushes them first (DESIGN section 4 rule 7).
     owes_flush: bool = False
+    # Parts of the engine's memory that can sleep, and those that were told to (or may do so, after a failure).
+    sleep_tags: frozenset[SleepTag] = frozenset()
+    asleep: frozenset[SleepTag] = frozenset()

@@ -65,6 +65,7 @@ STATUS = s.WorkerStatus(
     term=4,
     num_refused_messages=5,
     work=s.WorkView(route="update_weights_from_distributed", since=1700000000.5, lease_s=30.0),
+    asleep=(s.SleepTag.KV_CACHE, s.SleepTag.WEIGHTS),
 )
 TARGET = s.Target(components=("backend",), workers=(s.worker_id("backend", "7"),))
 WHO: dict[str, Any] = {"op_id": "op-1", "component": "backend", "instance_id": "7", "boot_id": "boot-1"}
@@ -95,6 +96,8 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.GetVersion(),
     s.SetVersion(version=V2, allow_rollback=True),
     s.GetChecksums(),
+    s.Sleep(tags=(s.SleepTag.WEIGHTS,), level=2, mode=s.PauseMode.KEEP),
+    s.WakeUp(tags=(s.SleepTag.WEIGHTS,)),
 )
 DATA: tuple[s.ResultData, ...] = (
     s.PausedData(num_aborted=2, num_held=3),
@@ -103,6 +106,7 @@ DATA: tuple[s.ResultData, ...] = (
     s.ReceivedData(num_bytes=131200, num_tensors=2, sums=SUMS, receive_s=0.5, load_s=0.25),
     s.WeightsData(weights=WEIGHTS),
     s.ChecksumsData(algorithm="rlbus-1", sums=SUMS),
+    s.SleepData(asleep=(s.SleepTag.KV_CACHE,), num_bytes=131200, num_aborted=2),
     s.StatusData(descriptor=DESCRIPTOR, status=STATUS),
     s.OutcomeData(of_op_id="op-0", running=True, status=s.ResultStatus.FAILED, fault=FAULT),
 )
@@ -161,6 +165,11 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.ControlRequest, s.ResumeFleet(**ASKED, target=TARGET, force=True)),
     (s.ControlRequest, s.FlushFleet(**ASKED, target=TARGET)),
     (s.ControlRequest, s.AbortFleet(**ASKED, target=TARGET, request_ids=("r1",))),
+    (
+        s.ControlRequest,
+        s.SleepFleet(**ASKED, target=TARGET, tags=(s.SleepTag.KV_CACHE,), level=2, mode=s.PauseMode.KEEP),
+    ),
+    (s.ControlRequest, s.WakeFleet(**ASKED, target=TARGET, tags=(s.SleepTag.KV_CACHE,))),
     (s.ControlRequest, s.GetVersions(**ASKED, target=TARGET)),
     (s.ControlRequest, s.GetFleet(**ASKED)),
     (s.ControlRequest, s.WaitReady(**ASKED, world_size=16, num_workers=8, target=TARGET)),
@@ -239,6 +248,7 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.WorkerEvent, s.GenerationPaused(**EVENT, mode="keep", owner="op-1", expires_at=1700000030.5)),
     (s.WorkerEvent, s.GenerationResumed(**EVENT, forced=True, lease_ended=True, owner="op-1")),
     (s.WorkerEvent, s.WeightsChanged(**EVENT, state=s.WeightsState.CLEAN, version=V2)),
+    (s.WorkerEvent, s.SleepChanged(**EVENT, asleep=(s.SleepTag.KV_CACHE,))),
     (s.WorkerEvent, s.CommandRefused(**EVENT, fault=FAULT, route="pause_generation")),
     (s.ControllerEvent, s.WorkerJoined(at=1.5, component="backend", instance_id="7", boot_id="boot-1")),
     (s.ControllerEvent, s.WorkerLeft(at=1.5, component="backend", instance_id="7", reason="silent")),

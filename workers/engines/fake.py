@@ -25,6 +25,8 @@ from rlbus.schemas import (
     PauseMode,
     RankSpan,
     ReceivedData,
+    SleepData,
+    SleepTag,
     TensorSpec,
     TensorSum,
     Version,
@@ -32,8 +34,10 @@ from rlbus.schemas import (
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.fake_memory import FakeMemory
 from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler
 from rlbus.workers.engines.fake_script import FakeScript, Step
+from rlbus.workers.engines.sleep import in_order
 
 ROUTES = frozenset(
     {
@@ -45,6 +49,8 @@ ROUTES = frozenset(
         "update_weights_from_disk",
         "get_weight_checksums",
         "set_weight_version",
+        "sleep",
+        "wake_up",
     }
 )
 DEFAULT_TENSORS = (
@@ -56,6 +62,10 @@ DEFAULT_TENSORS = (
 # Calls that are remembered for tests to look at.
 MAX_CALLS = 1000
 CHECKPOINT = "fake_weights.json"
+# Bytes of the fake KV cache; the weights have as many as the tensors.
+KV_CACHE_BYTES = 1 << 20
+# What discarded weights hold.
+GARBAGE = Version(incarnation=0, step=-1)
 INITIAL = Version(incarnation=0, step=0)
 
 Feed = Callable[[ReceiveOrder], Awaitable[int | None]]
@@ -101,7 +111,9 @@ class FakeEngine:
         self.is_closed = False
         # Set when a hanging call is to be let go.
         self._released = asyncio.Event()
-        self.requests = Scheduler(lambda: self._signature, step_s)
+        sizes = {SleepTag.WEIGHTS: sum(num_bytes(s) for s in self.tensors), SleepTag.KV_CACHE: KV_CACHE_BYTES}
+        self.memory = FakeMemory(sizes, self.violations.append)
+        self.requests = Scheduler(self._step_signature, step_s)
 
     @property
     def info(self) -> EngineInfo:
@@ -123,7 +135,8 @@ class FakeEngine:
         await self._play("observe")
         generation = Generation.PAUSED if self.requests.is_paused else Generation.RUNNING
         label = None if self.label is None else str(self.label)
-        return Observed(generation, label, len(self.requests.running) + len(self.requests.waiting))
+        num_requests = len(self.requests.running) + len(self.requests.waiting)
+        return Observed(generation, label, num_requests, self.memory.asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`."""
@@ -133,6 +146,8 @@ class FakeEngine:
     async def resume(self) -> None:
         """See `Engine`."""
         await self._play("resume")
+        if self.memory.asleep:
+            self.violations.append(f"resume while {', '.join(in_order(self.memory.asleep))} sleeps")
         self.requests.resume()
 
     async def flush_cache(self) -> None:
@@ -244,7 +259,34 @@ class FakeEngine:
     async def checksums(self) -> ChecksumsData:
         """See `Engine`."""
         await self._play("checksums")
+        self.memory.touch(SleepTag.WEIGHTS, "checksums")
         return ChecksumsData(algorithm="fake", sums=tuple(self._sum(spec, None) for spec in self.tensors))
+
+    @property
+    def sleep_tags(self) -> frozenset[SleepTag]:
+        """See `SleepEngine`."""
+        return self.memory.tags
+
+    async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
+        """See `SleepEngine`. Fails, if told to, when the memory is gone."""
+        step = self._note("sleep")
+        await asyncio.sleep(step.latency_s)
+        paused = await self.requests.pause(mode, clear_cache=True)
+        num_freed = self.memory.sleep(tags, level)
+        if self.memory.is_discarded:
+            self.held = dict.fromkeys(self.held, GARBAGE)
+            self._signature = self._sign()
+        if step.fault is not None:
+            raise error_from_fault(step.fault)
+        await self._deviate(step)
+        asleep = in_order(self.memory.asleep)
+        return SleepData(asleep=asleep, num_bytes=num_freed, num_aborted=paused.num_aborted)
+
+    async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
+        """See `SleepEngine`. Fails, if told to, before anything has woken."""
+        await self._play("wake_up")
+        num_taken = self.memory.wake(tags)
+        return SleepData(asleep=in_order(self.memory.asleep), num_bytes=num_taken)
 
     # --- beyond the seam, for tests and simulations
 
@@ -364,8 +406,18 @@ class FakeEngine:
     def _write(self, spec: TensorSpec, version: Version) -> None:
         if self.requests.is_in_step:
             self.violations.append(f"{spec.name} was written during a step")
+        self.memory.touch(SleepTag.WEIGHTS, f"{spec.name} was written")
         self.held[spec.name] = version
+        self.memory.is_discarded = GARBAGE in self.held.values()
         self._signature = self._sign()
+
+    def _step_signature(self) -> str:
+        """What a step generates with: it reads weights and writes KV entries."""
+        self.memory.touch(SleepTag.WEIGHTS, "a step")
+        self.memory.touch(SleepTag.KV_CACHE, "a step")
+        if self.memory.is_discarded:
+            self.violations.append("a step on discarded weights")
+        return self._signature
 
     def _sign(self) -> str:
         text = "|".join(str(version) for version in self.held.values())
