@@ -372,7 +372,9 @@ class Agent:
     # --- announcements and the end
 
     async def _beat(self) -> None:
-        await asyncio.gather(self._observer.observe(), self._loras.look())
+        looking = self._loras.begin_look()
+        await self._observer.observe()
+        await self._loras.end_look(looking)
         if self._ledger is not None:
             self._ledger.touch()
         self.answers.num_announced += 1

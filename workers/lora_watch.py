@@ -74,13 +74,21 @@ class LoraWatch:
 
         Cancel: the question goes on for the others who wait.
         """
-        if self._engine is None:
-            return None
-        if self._asking is None or self._asking.done():
+        return await self.end_look(self.begin_look())
+
+    def begin_look(self) -> asyncio.Task[tuple[Resident, ...] | None] | None:
+        """Ask the engine, if nobody is asking it already; the question, for `end_look`."""
+        if self._engine is not None and (self._asking is None or self._asking.done()):
             self._asking = asyncio.get_running_loop().create_task(self._ask(self._engine))
-        asking = self._asking
-        # Bounded out here: an engine that doesn't let go when it is cancelled isn't asked a second time meanwhile.
-        await asyncio.wait({asking}, timeout=self._config.observe_s)
+        return self._asking
+
+    async def end_look(self, asking: asyncio.Task[tuple[Resident, ...] | None] | None) -> tuple[Resident, ...] | None:
+        """The answer, or None without one. Cancel: the question goes on for the others who wait."""
+        if asking is None:
+            return None
+        if not asking.done():
+            # Bounded out here: an engine that doesn't let go when it is cancelled isn't asked a second time meanwhile.
+            await asyncio.wait({asking}, timeout=self._config.observe_s)
         self._last = asking.result() if asking.done() and not asking.cancelled() else None
         return self._last
 
