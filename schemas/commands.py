@@ -4,16 +4,13 @@ Published on `dyn.<ns>.<component>.rl.<route>` (to every worker of a component) 
 `route` tag of the body equals the route token of the subject. Names of routes that Dynamo also has are Dynamo's.
 """
 
-from rlbus.schemas.base import Wire
+from rlbus.schemas.base import Body, Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
+from rlbus.schemas.loras import GetLoras, LoadLora, UnloadLora
 from rlbus.schemas.pausing import PauseMode
 from rlbus.schemas.sleeping import Sleep, WakeUp
 from rlbus.schemas.weights import ManifestPage, Version
-
-
-class Body(Wire, frozen=True, kw_only=True, tag_field="route"):
-    """Base of command bodies; each subclass is tagged with its route."""
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="hello"):
@@ -195,6 +192,9 @@ CommandBody = (
     | GetChecksums
     | Sleep
     | WakeUp
+    | LoadLora
+    | UnloadLora
+    | GetLoras
 )
 
 

@@ -13,6 +13,7 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     InitGroup,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseView,
@@ -34,7 +35,7 @@ RETRY_S = 5.0
 # What the agent gives the engine for one op at the end of a lease, in seconds.
 OWN_OP_S = 30.0
 # Work that may keep a process from its heartbeats: a collective, the reading of a large folder, the moving of weights.
-_BLOCKING = InitGroup | ReceiveWeights | LoadWeights | Sleep | WakeUp
+_BLOCKING = InitGroup | ReceiveWeights | LoadWeights | LoadLora | Sleep | WakeUp
 
 
 def check_renewal(state: WorkerState, body: RenewLease) -> Fault | None:

@@ -22,6 +22,7 @@ from rlbus.schemas import (
     Generation,
     GetChecksums,
     InitGroup,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseMode,
@@ -34,6 +35,7 @@ from rlbus.schemas import (
     Sleep,
     SleepData,
     SleepTag,
+    UnloadLora,
     Version,
     WakeUp,
     WeightsData,
@@ -42,10 +44,12 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.sums import sums_digest
+from rlbus.workers import lora_calls
 from rlbus.workers.checks import REFUSALS, asleep_problem, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.label import LabelEngine
 from rlbus.workers.engines.sleep import in_order, sleeper
+from rlbus.workers.lora_calls import Files, lora_engine
 from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started, Woke
 from rlbus.workers.preconditions import path_problem
 from rlbus.workers.sleeping import may_run, meant
@@ -71,6 +75,11 @@ class Surroundings(Protocol):
 
     # Folders below which weights may be loaded.
     weight_roots: tuple[str, ...]
+
+    @property
+    def lora_files(self) -> Files:
+        """Where adapters come from."""
+        ...
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Feed the state machine; what it wants done."""
@@ -144,6 +153,10 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
             return await _sleep(engine, body, around)
         case WakeUp():
             return await _wake_up(engine, body, around)
+        case LoadLora():
+            return await lora_calls.load(lora_engine(engine), op_id, body, around)
+        case UnloadLora():
+            return await lora_calls.unload(lora_engine(engine), body, around)
         case _:
             raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
     return None
@@ -271,7 +284,7 @@ async def _check_stands_still(around: Surroundings) -> None:
 
 def accepts_late(body: CommandBody) -> bool:
     """Whether `perform` says itself when the command counts as accepted."""
-    return isinstance(body, ReceiveWeights | LoadWeights)
+    return isinstance(body, ReceiveWeights | LoadWeights | LoadLora)
 
 
 # --- bounds
