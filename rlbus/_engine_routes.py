@@ -22,7 +22,17 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "update_weights_from_disk": ("update_weights_from_disk",),
     # From a folder that the trainer has written, which is one of the ways of Dynamo's route.
     "update_weights_from_distributed": ("update_weights_from_disk",),
+    "load_lora": ("load_lora",),
+    "unload_lora": ("unload_lora",),
 }
+# The same for what Dynamo serves as `control/<name>`, and doesn't list.
+_CONTROL_NEEDS: dict[str, tuple[str, ...]] = {"sleep": ("sleep",), "wake_up": ("wake_up",)}
+
+
+def has_engine_route(name: str, routes: frozenset[str]) -> bool:
+    """Whether a worker that serves these routes of the bus answers `/engine/<name>`, listed or not."""
+    needs = (_NEEDS | _CONTROL_NEEDS).get(name)
+    return needs is not None and (not needs or bool(routes & set(needs)))
 
 
 def engine_routes(routes: Iterable[str]) -> tuple[str, ...]:

@@ -161,6 +161,11 @@ class Agent:
         """What was commanded and is in progress."""
         return self._state
 
+    @property
+    def config(self) -> AgentConfig:
+        """The bounds that it keeps."""
+        return self._config
+
     def new_op_id(self) -> str:
         """One that no op has."""
         return self._bus.new_id()

@@ -10,11 +10,22 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from rlbus._engine_routes import engine_routes
-from rlbus.schemas import AbortRequest, FlushCache, PauseGeneration, PauseMode, Result, ResumeGeneration
+from rlbus._engine_routes import engine_routes, has_engine_route
+from rlbus.schemas import (
+    AbortRequest,
+    FlushCache,
+    PauseGeneration,
+    PauseMode,
+    Result,
+    ResumeGeneration,
+    Sleep,
+    SleepTag,
+    WakeUp,
+)
 from rlbus.workers.system.base import health_problem
-from rlbus.workers.system.calls import Call, CallError, Endpoint, Shape
-from rlbus.workers.system.dynamo_bodies import Abort, Empty, Pause, parsed, said
+from rlbus.workers.system.calls import Call, CallError, Endpoint, Handler, Shape
+from rlbus.workers.system.dynamo_bodies import Abort, Empty, Pause, SleepLevel, Tags, parsed, said
+from rlbus.workers.system.dynamo_loras import list_loras, load_lora, unload_by_path, unload_lora
 from rlbus.workers.system.dynamo_weights import Weights
 
 Reply = dict[str, Any]
@@ -67,10 +78,9 @@ class _Surface:
         if route == "update_weights_from_tensor":
             # Dynamo advertises it and then says this; here it isn't advertised.
             raise said("update_weights_from_tensor is not implemented")
-        served = engine_routes(call.agent.descriptor.routes)
-        if route not in served or route not in self.handlers:
-            has = ", ".join(name for name in served if name in self.handlers)
-            text = f"Route {call.request.url.path} not found; this worker has {has}"
+        routes = call.agent.descriptor.routes
+        if not has_engine_route(route, frozenset(routes)):
+            text = f"Route {call.request.url.path} not found; this worker has {', '.join(engine_routes(routes))}"
             raise CallError(404, "Route not found", text)
         return self.handlers[route]
 
@@ -89,12 +99,30 @@ def dynamo_endpoints() -> list[Endpoint]:
             "set_weight_version": weights.set_version,
             "update_weights_from_disk": weights.from_disk,
             "update_weights_from_distributed": weights.from_distributed,
+            "load_lora": load_lora,
+            "unload_lora": unload_lora,
+            "sleep": _sleep,
+            "wake_up": _wake_up,
         }
     )
     return [
+        Endpoint("/v1/loras", "GET", _as_json("list_loras", list_loras), DYNAMO_SHAPE),
+        Endpoint("/v1/loras", "POST", _as_json("load_lora", load_lora), DYNAMO_SHAPE),
+        Endpoint("/v1/loras/{lora_name:path}", "DELETE", _as_json("unload_lora", unload_by_path), DYNAMO_SHAPE),
         Endpoint("/engine/{route:path}", "POST", surface.post, DYNAMO_SHAPE),
         Endpoint("/engine/{route:path}", "GET", surface.get, DYNAMO_SHAPE),
     ]
+
+
+def _as_json(needs: str, handler: RouteHandler) -> Handler:
+    """The same for a path of its own; 404 where the engine hasn't what it needs."""
+
+    async def handle(call: Call) -> Response:
+        if needs not in call.agent.descriptor.routes:
+            raise CallError(404, "Route not found", f"Route {call.request.url.path} not found: no adapters here")
+        return JSONResponse(await handler(call))
+
+    return handle
 
 
 def _route(call: Call) -> str:
@@ -137,3 +165,29 @@ async def _abort_request(call: Call) -> Reply:
         raise said("Missing 'request_id' in body")
     await call.do(AbortRequest(request_ids=(body.request_id,)))
     return {"status": "ok", "request_id": body.request_id}
+
+
+async def _sleep(call: Call) -> Reply:
+    """All of the memory; requests in flight are ended, as Dynamo does."""
+    body = parsed(call, SleepLevel)
+    was_asleep = bool(call.agent.state.asleep)
+    await call.do(Sleep(tags=_tags(body.tags), level=body.level, mode=PauseMode.ABORT))
+    return {
+        "status": "ok",
+        "message": "Engine already sleeping" if was_asleep else f"Engine slept (level={body.level})",
+    }
+
+
+async def _wake_up(call: Call) -> Reply:
+    """It never ends a pause: who paused resumes."""
+    body = parsed(call, Tags)
+    was_asleep = bool(call.agent.state.asleep)
+    await call.do(WakeUp(tags=_tags(body.tags)))
+    return {"status": "ok", "message": "Engine woke" if was_asleep else "Engine already awake"}
+
+
+def _tags(names: tuple[str, ...] | None) -> tuple[SleepTag, ...] | None:
+    unknown = [name for name in names or () if name not in tuple(SleepTag)]
+    if unknown:
+        raise said(f"there is no tag {unknown[0]!r}; use {', '.join(SleepTag)}")
+    return None if names is None else tuple(SleepTag(name) for name in names)

@@ -30,6 +30,18 @@ class Abort(Body, frozen=True):
     request_id: str = ""
 
 
+class Tags(Body, frozen=True):
+    """`control/wake_up`: parts of the memory; null means all."""
+
+    tags: tuple[str, ...] | None = None
+
+
+class SleepLevel(Tags, frozen=True):
+    """`control/sleep`."""
+
+    level: int = 1
+
+
 class SetLabel(Body, frozen=True):
     """`set_weight_version`. `allow_rollback` is rlbus' own, here and below."""
 
