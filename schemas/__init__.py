@@ -170,6 +170,13 @@ from rlbus.schemas.membership import (
     WorkerStatus,
     WorkView,
 )
+from rlbus.schemas.native import (
+    ApplyUpdate,
+    FinishUpdate,
+    InitTransfer,
+    ShutdownTransfer,
+    StartUpdate,
+)
 from rlbus.schemas.pausing import (
     PauseMode,
 )
@@ -231,6 +238,11 @@ __all__ = [
     "GenerationPaused",
     "GenerationResumed",
     "SetVersion",
+    "InitTransfer",
+    "ShutdownTransfer",
+    "StartUpdate",
+    "ApplyUpdate",
+    "FinishUpdate",
     "GetChecksums",
     "GetFleet",
     "GetHistory",

@@ -8,6 +8,7 @@ from rlbus.schemas.base import Body, Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
 from rlbus.schemas.loras import GetLoras, LoadLora, UnloadLora
+from rlbus.schemas.native import ApplyUpdate, FinishUpdate, InitTransfer, ShutdownTransfer, StartUpdate
 from rlbus.schemas.pausing import PauseMode
 from rlbus.schemas.sleeping import Sleep, WakeUp
 from rlbus.schemas.weights import ManifestPage, Version
@@ -189,6 +190,11 @@ CommandBody = (
     | LoadWeights
     | GetVersion
     | SetVersion
+    | InitTransfer
+    | ShutdownTransfer
+    | StartUpdate
+    | ApplyUpdate
+    | FinishUpdate
     | GetChecksums
     | Sleep
     | WakeUp

@@ -9,13 +9,16 @@ from typing import Any
 
 from rlbus.schemas import (
     WHOLE,
+    ApplyUpdate,
     CommandBody,
     CommitWeights,
     Fault,
     FaultCode,
+    FinishUpdate,
     GetChecksums,
     GroupPlan,
     InitGroup,
+    InitTransfer,
     LoadWeights,
     PauseGeneration,
     PrepareReload,
@@ -25,6 +28,7 @@ from rlbus.schemas import (
     SetVersion,
     Sleep,
     SleepTag,
+    StartUpdate,
     Version,
     WakeUp,
     WeightsState,
@@ -289,6 +293,46 @@ def _check_set_version(state: WorkerState, body: SetVersion) -> Fault | None:
     return None if weights.version == body.version else _check_version(state, body.version, body.allow_rollback)
 
 
+def next_version(state: WorkerState, body: FinishUpdate) -> Version:
+    """What weights are after another trainer's update: as it says, or the step after the last good one."""
+    if body.version is not None:
+        return body.version
+    last = state.weights.last_good or Version()
+    return Version(incarnation=last.incarnation, step=last.step + 1)
+
+
+def _check_native(state: WorkerState, body: ApplyUpdate | FinishUpdate) -> Fault | None:
+    session = state.session
+    if session is None or session.version is not None:
+        return fault(FaultCode.WRONG_STATE, "no update of this kind is open; start one first")
+    if body.update_op_id is not None and body.update_op_id != session.update_op_id:
+        text = f"update {body.update_op_id} is not the one that is open, which is {session.update_op_id}"
+        return fault(FaultCode.WRONG_STATE, text, open=session.update_op_id)
+    return _check_paused(state)
+
+
+def _check_finish(state: WorkerState, body: FinishUpdate) -> Fault | None:
+    if (problem := _check_native(state, body)) is not None:
+        return problem
+    if state.weights.state is not WeightsState.UPDATING:
+        return fault(FaultCode.WRONG_STATE, "nothing was received in this update")
+    return _check_version(state, next_version(state, body), allow_rollback=False)
+
+
+def _check_init_transfer(state: WorkerState, body: InitTransfer) -> Fault | None:
+    return None if state.session is None else _open_problem(state)
+
+
+def _open_problem(state: WorkerState) -> Fault:
+    assert state.session is not None
+    update = state.session.update_op_id
+    return fault(FaultCode.BUSY, f"update {update} is open", op_id=update, open=update, retryable=True)
+
+
+def _check_start(state: WorkerState, body: StartUpdate) -> Fault | None:
+    return _check_awake(state, "an update") or _check_paused(state)
+
+
 def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
     return fault(
         FaultCode.STALE_EPOCH,
@@ -311,4 +355,8 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     GetChecksums: _check_checksums,
     Sleep: _check_sleep,
     WakeUp: _check_wake,
+    InitTransfer: _check_init_transfer,
+    StartUpdate: _check_start,
+    ApplyUpdate: _check_native,
+    FinishUpdate: _check_finish,
 }

@@ -14,16 +14,19 @@ from rlbus.schemas import (
     QUERY_ROUTES,
     AbortRequest,
     AbortWeights,
+    ApplyUpdate,
     Command,
     CommandBody,
     CommitWeights,
     DestroyGroup,
     Fault,
     FaultCode,
+    FinishUpdate,
     FlushCache,
     GetLoras,
     Hello,
     InitGroup,
+    InitTransfer,
     LoadLora,
     LoadWeights,
     PauseGeneration,
@@ -33,15 +36,18 @@ from rlbus.schemas import (
     RenewLease,
     ResumeGeneration,
     SetVersion,
+    ShutdownTransfer,
     Sleep,
+    StartUpdate,
     UnloadLora,
+    Version,
     WakeUp,
     WeightsState,
     WeightsView,
     route_of,
 )
 from rlbus.workers import leases, sleeping
-from rlbus.workers.checks import check_body, fault, is_committed
+from rlbus.workers.checks import check_body, fault, is_committed, next_version
 from rlbus.workers.journal import Record, digest_of
 from rlbus.workers.loras import check_load, check_unload, lora_event
 from rlbus.workers.moves import (
@@ -233,6 +239,8 @@ def takes_back(body: CommandBody, running: CommandBody) -> bool:
             return body.epoch == running.plan.epoch
         case (ResumeGeneration(), PauseGeneration()) | (WakeUp(), Sleep()):
             return True
+        case ShutdownTransfer(), InitTransfer() | ApplyUpdate():
+            return True
         case _:
             return False
 
@@ -260,6 +268,12 @@ def _started(state: WorkerState) -> WorkerState:
             return replace(state, epoch=None)
         case ReceiveWeights() as body:
             return replace(state, session=Session(body.update_op_id, body.version, before=state.weights))
+        case StartUpdate():
+            return replace(state, session=Session(state.running.op_id, None, before=state.weights))
+        case ApplyUpdate():
+            return replace(state, weights=_updating(state.weights), owes_flush=True)
+        case InitTransfer() | ShutdownTransfer():
+            return replace(state, epoch=None)  # a group of ours is left for it
         case LoadWeights() as body:
             session = Session(state.running.op_id, body.version, before=state.weights)
             return replace(state, session=session, weights=_updating(state.weights), owes_flush=True)
@@ -310,15 +324,22 @@ def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
         case PrepareWeightsUpdate():
             return replace(state, prepared=None), ()
         case ReceiveWeights() | CommitWeights() | LoadWeights() if state.session is not None:
-            # The session stays open until the engine has closed it (`SessionClosed`).
-            weights = _torn(state) if event.is_touched else state.session.before
-            cleanup: tuple[Action, ...] = (Cleanup.CLOSE_SESSION,)
-            if isinstance(body, ReceiveWeights):
-                cleanup += (Cleanup.LEAVE_GROUP,)
-            touched = state.owes_flush or event.is_touched
-            return replace(state, weights=weights, prepared=None, owes_flush=touched), cleanup
+            return _undone(state, body, event)
+        case StartUpdate() | ApplyUpdate() | FinishUpdate() if state.session is not None:
+            return _undone(state, body, event)
         case _:
             return state, ()
+
+
+def _undone(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
+    assert state.session is not None
+    # The session stays open until the engine has closed it (`SessionClosed`).
+    weights = _torn(state) if event.is_touched else state.session.before
+    cleanup: tuple[Action, ...] = (Cleanup.CLOSE_SESSION,)
+    if isinstance(body, ReceiveWeights):
+        cleanup += (Cleanup.LEAVE_GROUP,)
+    touched = state.owes_flush or event.is_touched
+    return replace(state, weights=weights, prepared=None, owes_flush=touched), cleanup
 
 
 def _unchanged(state: WorkerState, body: Any, event: Ended) -> WorkerState:
@@ -358,16 +379,20 @@ def _received(state: WorkerState, body: ReceiveWeights, event: Ended) -> WorkerS
 def _committed(state: WorkerState, body: CommitWeights, event: Ended) -> WorkerState:
     if is_committed(state, body):
         return state
-    return replace(_clean(state, body), committed_op_id=body.update_op_id)
+    return replace(_clean(state, body.version), committed_op_id=body.update_op_id)
 
 
 def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
-    return replace(_clean(state, body), committed_op_id=None)
+    return replace(_clean(state, body.version), committed_op_id=None)
 
 
-def _clean(state: WorkerState, body: CommitWeights | LoadWeights) -> WorkerState:
-    weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
+def _clean(state: WorkerState, version: Version) -> WorkerState:
+    weights = WeightsView(state=WeightsState.CLEAN, version=version, last_good=version)
     return leases.healed(replace(state, weights=weights, session=None, prepared=None, owes_flush=True))
+
+
+def _finished(state: WorkerState, body: FinishUpdate, event: Ended) -> WorkerState:
+    return replace(_clean(state, next_version(state, body)), committed_op_id=None)
 
 
 def _named(state: WorkerState, body: SetVersion, event: Ended) -> WorkerState:
@@ -395,6 +420,7 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     LoadWeights: _loaded,
     AbortWeights: _aborted,
     SetVersion: _named,
+    FinishUpdate: _finished,
 }
 
 

@@ -13,15 +13,18 @@ from typing import Any, Protocol, cast
 from rlbus.errors import FaultError, TransferError, error_from_fault, refused
 from rlbus.schemas import (
     AbortWeights,
+    ApplyUpdate,
     CommandBody,
     CommitWeights,
     DestroyGroup,
     Fault,
     FaultCode,
+    FinishUpdate,
     FlushCache,
     Generation,
     GetChecksums,
     InitGroup,
+    InitTransfer,
     LoadLora,
     LoadWeights,
     PauseGeneration,
@@ -32,9 +35,11 @@ from rlbus.schemas import (
     ResultData,
     ResumeGeneration,
     SetVersion,
+    ShutdownTransfer,
     Sleep,
     SleepData,
     SleepTag,
+    StartUpdate,
     UnloadLora,
     Version,
     WakeUp,
@@ -44,7 +49,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.sums import sums_digest
-from rlbus.workers import lora_calls
+from rlbus.workers import lora_calls, native_calls
 from rlbus.workers.checks import REFUSALS, asleep_problem, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.label import LabelEngine
@@ -58,7 +63,7 @@ from rlbus.workers.state import WorkerState
 _log = logging.getLogger("rlbus.workers")
 
 # Commands during which the weights may change; one that was cut off leaves them in doubt.
-_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights)
+_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights, ApplyUpdate, FinishUpdate)
 
 
 def _touches(body: CommandBody) -> bool:
@@ -157,6 +162,8 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
             return await lora_calls.load(lora_engine(engine), op_id, body, around)
         case UnloadLora():
             return await lora_calls.unload(lora_engine(engine), body, around)
+        case InitTransfer() | ShutdownTransfer() | StartUpdate() | ApplyUpdate() | FinishUpdate():
+            return await native_calls.perform(engine, op_id, body, around, lambda: _check_stands_still(around))
         case _:
             raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
     return None

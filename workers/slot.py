@@ -7,14 +7,16 @@ busy; it isn't free while an engine call clings to life after its deadline, sinc
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlbus._clock import Clock
 from rlbus.schemas import (
     RECEIVING,
+    ApplyUpdate,
     Command,
     Fault,
     FaultCode,
+    InitTransfer,
     LoadLora,
     ReceiveWeights,
     ResultStatus,
@@ -26,6 +28,7 @@ from rlbus.workers.answers import Answers
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.engines.native import NativeEngine
 from rlbus.workers.engines.sleep import sleeper
 from rlbus.workers.journal import Journal, Record
 from rlbus.workers.lora_calls import Files, lora_engine, settle
@@ -264,14 +267,19 @@ class Slot:
 
     def _release(self, op: _Op) -> Callable[[], Coroutine[Any, Any, None]] | None:
         """A stuck receive is let go by dropping its group, and then says itself whether it touched the weights."""
-        if not isinstance(op.command.body, ReceiveWeights) or not op.has_started:
+        if not op.has_started:
             return None
+        match op.command.body:
+            case ReceiveWeights():
+                return self._leave
+            case ApplyUpdate() | InitTransfer():
+                return cast(NativeEngine, self._engine).shutdown_native
+            case _:
+                return None
 
-        async def leave() -> None:
-            await self._engine.leave_group()
-            self._host.apply(GroupLeft())
-
-        return leave
+    async def _leave(self) -> None:
+        await self._engine.leave_group()
+        self._host.apply(GroupLeft())
 
     async def _clean_up(self, actions: tuple[Action, ...]) -> None:
         config = self._config

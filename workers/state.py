@@ -55,10 +55,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A transfer that was begun and is neither committed nor aborted. `before` is what the weights were."""
+    """A transfer that was begun and is neither committed nor aborted. `before` is what the weights were.
+
+    `version` None: another trainer's update (`rlbus.schemas.native`), which says at its end what it was.
+    """
 
     update_op_id: str
-    version: Version
+    version: Version | None
     before: WeightsView
     is_received: bool = False
 

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlbus.errors import EngineDeadError, EngineError, error_from_fault, refused
 from rlbus.schemas import (
@@ -37,6 +37,7 @@ from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn
 from rlbus.workers.engines.fake_loras import DEFAULT_CAPACITY, FakeLoras, WithLoras
 from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.fake_memory import FakeMemory
+from rlbus.workers.engines.fake_native import NATIVE_ROUTES, WithNative
 from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler
 from rlbus.workers.engines.fake_script import FakeScript, Step
 from rlbus.workers.engines.lora import LoraInfo
@@ -55,6 +56,7 @@ ROUTES = frozenset(
         "sleep",
         "wake_up",
         *LORA_ROUTES,
+        *NATIVE_ROUTES,
     }
 )
 # What it can do with adapters unless it is told otherwise.
@@ -77,7 +79,7 @@ INITIAL = Version(incarnation=0, step=0)
 Feed = Callable[[ReceiveOrder], Awaitable[int | None]]
 
 
-class FakeEngine(WithLoras):
+class FakeEngine(WithLoras, WithNative):
     """A fake engine; see the module. `calls` has the verbs in the order of their begin, `violations` what went wrong.
 
     Args:
@@ -113,6 +115,9 @@ class FakeEngine(WithLoras):
         self.epoch: int | None = None
         self.session: ReceiveOrder | None = None
         self._is_received = False
+        # What another trainer's transfer was begun with, and whether an update of it is open.
+        self.native_info: dict[str, Any] | None = None
+        self.is_native_open = False
         self._is_dead = False
         # Set by `aclose`.
         self.is_closed = False
@@ -227,7 +232,7 @@ class FakeEngine(WithLoras):
         """See `Engine`."""
         await self._play("abort_update")
         self._released.set()
-        self.session = None
+        self.session, self.is_native_open = None, False
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
