@@ -20,8 +20,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "abort_request": ("abort_request",),
     "set_weight_version": ("set_weight_version",),
     "update_weights_from_disk": ("update_weights_from_disk",),
-    # From a folder that the trainer has written, which is one of the ways of Dynamo's route.
-    "update_weights_from_distributed": ("update_weights_from_disk",),
+    # From a folder that the trainer has written, or by its own transfer engine.
+    "update_weights_from_distributed": ("update_weights_from_disk", "update_weights"),
+    "init_weights_update_group": ("init_weight_transfer_engine",),
+    "destroy_weights_update_group": ("shutdown_weight_transfer_engine",),
     "load_lora": ("load_lora",),
     "unload_lora": ("unload_lora",),
 }

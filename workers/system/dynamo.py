@@ -99,6 +99,8 @@ def dynamo_endpoints() -> list[Endpoint]:
             "set_weight_version": weights.set_version,
             "update_weights_from_disk": weights.from_disk,
             "update_weights_from_distributed": weights.from_distributed,
+            "init_weights_update_group": weights.session.init,
+            "destroy_weights_update_group": weights.session.destroy,
             "load_lora": load_lora,
             "unload_lora": unload_lora,
             "sleep": _sleep,

@@ -7,6 +7,8 @@ import msgspec
 from rlbus.workers.system.calls import Call, CallError
 
 T = TypeVar("T")
+# Keys of `update_weights_from_distributed` that steer the route, and are no arguments of what it does.
+STEERING = frozenset({"engine_rpc", "allow_unpaused", "reset_prefix_cache"})
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +66,75 @@ class FromFolder(Body, frozen=True):
     weight_dir: str = ""
     weight_version: Any = msgspec.UNSET
     allow_rollback: bool = False
+
+
+class Start(Body, frozen=True):
+    """`update_weights_from_distributed` with `start_weight_update`. The format is always the checkpoint's."""
+
+    is_checkpoint_format: bool = True
+
+
+class Update(Body, frozen=True):
+    """The same with `update_weights`. What is in `update_info` is between the trainer and the engine."""
+
+    update_info: dict[str, Any] | list[dict[str, Any]]
+
+
+class Finish(Body, frozen=True):
+    """The same with `finish_weight_update`."""
+
+    weight_version: Any = msgspec.UNSET
+
+
+class WholeUpdate(Body, frozen=True):
+    """The same without an RPC: what is broadcast, tensor by tensor, in Dynamo's or in vLLM's words."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...] | None = None
+    dtype_names: tuple[str, ...] | None = None
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = None
+    packed_num_buffers: int | None = None
+    group_name: str = ""
+    weight_version: Any = msgspec.UNSET
+
+    def info(self) -> dict[str, Any]:
+        """For vLLM's transfer engine. Raises CallError: the lists don't go together."""
+        dtype_names = self.dtypes if self.dtype_names is None else self.dtype_names
+        if not self.names or dtype_names is None or not len(self.names) == len(self.shapes) == len(dtype_names):
+            raise said("'names', 'dtypes' (or 'dtype_names') and 'shapes' have to be lists of one length, above 0")
+        info: dict[str, Any] = {"names": self.names, "dtype_names": dtype_names, "shapes": self.shapes}
+        for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers"):
+            if getattr(self, name) is not None:
+                info[name] = getattr(self, name)
+        return info
+
+
+class InitGroup(Body, frozen=True):
+    """`init_weights_update_group` with the transfer engine's own description."""
+
+    init_info: dict[str, Any]
+    engine_rpc: str = ""
+
+
+class NamedGroup(Body, frozen=True):
+    """The same with the group's parts; `group_name` and `backend` are what the worker was started with."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = ""
+    backend: str = ""
+    engine_rpc: str = ""
+
+
+class DestroyGroup(Body, frozen=True):
+    """`destroy_weights_update_group`."""
+
+    group_name: str = ""
+    engine_rpc: str = ""
 
 
 def said(message: str) -> CallError:

@@ -5,30 +5,22 @@ Invariants: `engine_rpc` only chooses among what is listed here, and no name of 
 the same: a pause before it, a resume after it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from rlbus.schemas import (
-    FlushCache,
-    LoadWeights,
-    PauseGeneration,
-    PauseMode,
-    ResumeGeneration,
-    SetVersion,
-    Version,
-)
+from rlbus.schemas import FlushCache, LoadWeights, SetVersion, Version
 from rlbus.workers.system.calls import Call
-from rlbus.workers.system.dynamo_bodies import Empty, FromDisk, FromFolder, SetLabel, fields_of, parsed, said
-from rlbus.workers.system.versions import Labels, next_version, version_of
+from rlbus.workers.system.dynamo_bodies import STEERING, Empty, FromDisk, FromFolder, SetLabel, fields_of, parsed, said
+from rlbus.workers.system.dynamo_session import WHOLE, ForeignSession, Lasting, Reply, named, standing_still
+from rlbus.workers.system.versions import Labels, next_version
 
-Reply = dict[str, Any]
+# Carries an update out: (the call, whether it may come unpaused, whether the caches are emptied at once).
+Way = Callable[[Call, bool, bool], Awaitable[Reply]]
 # What `engine_rpc` may be, by route.
 DISK_RPCS = frozenset({"reload_weights"})
 FOLDER_RPC = "update_weights_from_path"
-# Keys of `update_weights_from_distributed` that steer the route, and are no arguments of what it does.
-STEERING = frozenset({"engine_rpc", "allow_unpaused", "reset_prefix_cache"})
 
 
 class Weights:
@@ -36,6 +28,8 @@ class Weights:
 
     def __init__(self) -> None:
         self._labels = Labels()
+        self._lasting = Lasting()
+        self.session = ForeignSession(self._labels, self._lasting)
 
     async def get_version(self, call: Call) -> Reply:
         """What the weights are called; null while nobody can say."""
@@ -49,7 +43,7 @@ class Weights:
         body = parsed(call, SetLabel)
         if body.weight_version is msgspec.UNSET:
             raise said("Missing 'weight_version' in body")
-        version = _named(body.weight_version, call)
+        version = named(body.weight_version, call)
         await call.do(SetVersion(version=version, allow_rollback=body.allow_rollback))
         self._labels.note(version, body.weight_version)
         return {"status": "ok", "version": body.weight_version}
@@ -61,7 +55,8 @@ class Weights:
             raise _not_allowed(body.engine_rpc, DISK_RPCS)
         if not body.model_path:
             raise said("Missing 'model_path' in body")
-        return await self._load(call, body.model_path, body.weight_version, body.allow_rollback, resets=True)
+        load = self._load(call, body.model_path, body.weight_version, body.allow_rollback, resets=True)
+        return await self._lasting.run(load)
 
     async def from_distributed(self, call: Call) -> Reply:
         """Whichever way `engine_rpc` names."""
@@ -73,32 +68,35 @@ class Weights:
                 "Unpaused weight updates cannot reset the prefix cache. "
                 "Set 'reset_prefix_cache' to false or pause generation first."
             )
-        rpc = fields.get("engine_rpc", FOLDER_RPC)
-        if rpc != FOLDER_RPC:
-            raise _not_allowed(rpc, {FOLDER_RPC})
+        ways = self._ways(call)
+        rpc = fields.get("engine_rpc", FOLDER_RPC if "weight_dir" in fields or WHOLE not in ways else WHOLE)
+        way = ways.get(rpc) if isinstance(rpc, str) else None
+        if way is None or (rpc == WHOLE and "engine_rpc" in fields):
+            raise _not_allowed(rpc, set(ways) - {WHOLE})
+        return await way(call, allows, resets)
+
+    def _ways(self, call: Call) -> Mapping[str, Way]:
+        """Those that this engine has."""
+        routes = call.agent.descriptor.routes
+        ways: dict[str, Way] = {FOLDER_RPC: self._from_folder} if "update_weights_from_disk" in routes else {}
+        if "update_weights" in routes:
+            ways |= self.session.ways
+        return ways
+
+    async def _from_folder(self, call: Call, allows_unpaused: bool, resets: bool) -> Reply:
         body = parsed(call, FromFolder, without=STEERING)
         if not body.weight_dir:
             raise said("Missing 'weight_dir' in body")
-        return await self._while_still(call, allows, body, resets)
 
-    async def _while_still(self, call: Call, allows_unpaused: bool, body: FromFolder, resets: bool) -> Reply:
-        """On a worker that runs, and may be updated so, a pause before and a resume after: nothing generates meanwhile.
+        async def load() -> Reply:
+            async with standing_still(call, allows_unpaused):
+                return await self._load(call, body.weight_dir, body.weight_version, body.allow_rollback, resets)
 
-        Cancel: the pause ends with its lease.
-        """
-        pauses = allows_unpaused and call.agent.state.pause is None
-        if pauses:
-            await call.do(PauseGeneration(mode=PauseMode.KEEP, clear_cache=False), "pause")
-        try:
-            return await self._load(call, body.weight_dir, body.weight_version, body.allow_rollback, resets)
-        finally:
-            # Torn weights stay paused: the agent refuses this then.
-            if pauses:
-                await call.submit(ResumeGeneration(), "resume")
+        return await self._lasting.run(load())
 
     async def _load(self, call: Call, path: str, label: Any, allow_rollback: bool, resets: bool) -> Reply:
         is_named = label is not msgspec.UNSET
-        version = _named(label, call) if is_named else _unnamed(call)
+        version = named(label, call) if is_named else _unnamed(call)
         await call.do(LoadWeights(path=path, version=version, allow_rollback=allow_rollback))
         if is_named:
             self._labels.note(version, label)
@@ -106,13 +104,6 @@ class Weights:
             # Else the resume does it: an engine never generates on caches of other weights.
             await call.do(FlushCache(), "flush")
         return {"status": "ok", "version": label if is_named else "unknown", "version_declared": is_named}
-
-
-def _named(label: Any, call: Call) -> Version:
-    version = version_of(label, call.agent.state)
-    if version is None:
-        raise said("'weight_version' has to be a step, as 7, 'v7' or '1.7'")
-    return version
 
 
 def _unnamed(call: Call) -> Version:
