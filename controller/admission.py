@@ -22,10 +22,13 @@ from rlbus.schemas import (
     ReloadFleet,
     Request,
     ResumeFleet,
+    SleepFleet,
+    SleepTag,
     Target,
     TensorSpec,
     UpdateWeights,
     Version,
+    WakeFleet,
     WeightsState,
     WorkerId,
     split_worker_id,
@@ -44,6 +47,8 @@ _ROUTE: dict[type[Request], str] = {
     FlushFleet: "flush_cache",
     AbortFleet: "abort_request",
     GetVersions: "get_weight_version",
+    SleepFleet: "sleep",
+    WakeFleet: "wake_up",
     ReloadFleet: "update_weights_from_disk",
 }
 
@@ -86,9 +91,21 @@ def check_route(members: Sequence[Member], route: str) -> Fault | None:
     return None
 
 
+def check_awake(members: Sequence[Member]) -> Fault | None:
+    """Whether everybody's weights are there to be written; the fault names all of those that sleep (SCENARIOS 37)."""
+    asleep = [m.worker for m in members if SleepTag.WEIGHTS in m.status.asleep]
+    if not asleep:
+        return None
+    listed = ", ".join(asleep)
+    message = f"the weights of {listed} sleep; wake them (`rlbus wake --tags weights`), or leave them out of the target"
+    return fault(FaultCode.ASLEEP, message, workers=listed, tags=SleepTag.WEIGHTS.value)
+
+
 def check_verb(members: Sequence[Member], request: Request) -> Fault | None:
-    """Whether everybody serves this verb, and whether a pause can have its lease."""
+    """Whether everybody serves this verb and is awake for it, and whether a pause can have its lease."""
     problem = check_route(members, _ROUTE[type(request)])
+    if problem is None and isinstance(request, ReloadFleet):
+        problem = check_awake(members)
     return check_lease(request.lease_s) if problem is None and isinstance(request, PauseFleet) else problem
 
 
@@ -137,6 +154,8 @@ def check_update(
         return fault(FaultCode.BAD_MESSAGE, problem)
     if (missing := check_route(members, UPDATE_ROUTE)) is not None:
         return missing
+    if (sleeping := check_awake(members)) is not None:
+        return sleeping
     for member in members:
         descriptor = member.descriptor
         if request.backend not in descriptor.backends:
@@ -173,7 +192,9 @@ def next_version(registry: Registry) -> Version:
 
 
 def held(members: Sequence[Member]) -> tuple[WorkerId, ...]:
-    """Workers that a person or program holds paused (and not an update that failed): no op of ours ends that."""
+    """Workers that a person or program holds paused (and not an update that failed), or of whose memory a part sleeps:
+    no op of ours ends that.
+    """
     return tuple(m.worker for m in members if _is_held(m))
 
 
@@ -243,6 +264,8 @@ def _is_clean_at(member: Member, version: Version) -> bool:
 
 def _is_held(member: Member) -> bool:
     status = member.status
+    if status.asleep:
+        return True
     if status.generation is not Generation.PAUSED or status.pause is None:
         return False
     return not is_pause_of_op(status.pause.owner)

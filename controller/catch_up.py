@@ -52,8 +52,10 @@ Attempts = Mapping[WorkerId, Attempt]
 
 
 def is_behind(registry: Registry, member: Member) -> bool:
-    """Whether this worker lives, can be addressed, and hasn't the fleet's version."""
+    """Whether this worker lives, is awake, can be addressed, and hasn't the fleet's version."""
     version, weights = registry.version, member.status.weights
+    if member.status.asleep:
+        return False
     if version is None or member.liveness is not Liveness.ALIVE or registry.refusal(member) is not None:
         return False
     return weights.state is not WeightsState.CLEAN or weights.version != version

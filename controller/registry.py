@@ -284,6 +284,10 @@ class Registry:
             return f"refuses this controller: it has seen term {status.term}, ours is {self.term}"
         if member.liveness is not Liveness.ALIVE:
             return f"silent for more than {SUSPECT_INTERVALS:g} of its intervals"
+        if status.asleep:
+            return f"asleep: {', '.join(status.asleep)}"
+        if status.work is not None and status.work.route == "sleep":
+            return "falls asleep"
         if status.generation is not Generation.RUNNING:
             owner = f" by {status.pause.owner}" if status.pause is not None else ""
             return f"generation is {status.generation.value}{owner}"

@@ -22,6 +22,7 @@ from rlbus.controller.line import Line
 from rlbus.controller.op import Op, publish
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
+from rlbus.controller.sleep_verb import SleepVerb, asleep
 from rlbus.controller.succession import Succession
 from rlbus.controller.transfers import ROUTES, Transfers
 from rlbus.controller.update import UpdateRun
@@ -51,12 +52,14 @@ from rlbus.schemas import (
     Report,
     ResumeFleet,
     SenderSignal,
+    SleepFleet,
     TensorSpec,
     TensorSum,
     TransferFleet,
     UpdateWeights,
     Version,
     WaitReady,
+    WakeFleet,
     WorkerId,
     WorkerMessage,
 )
@@ -73,7 +76,7 @@ STOP_S = 8.0
 
 # Name of an op that brings workers to the version that the fleet has.
 CATCH_UP = "catch_up"
-VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions
+VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions | SleepFleet | WakeFleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +344,16 @@ class Controller:
         record: Record | None = None
         if self._succession is not None and is_mutation:
             given = version if isinstance(request, ReloadFleet) else None
-            record = self._succession.record(request, name, members, held=admission.held(members), version=given)
+            held = asleep(members, request.tags) if isinstance(request, SleepFleet) else admission.held(members)
+            record = self._succession.record(request, name, members, held=held, version=given)
         self._desk.begin(op, message.reply, work, is_mutation=is_mutation, record=record)
 
     async def _run_verb(
         self, op: Op, request: VerbRequest | ReloadFleet, members: Sequence[Member], version: Version
     ) -> Report:
+        if isinstance(request, SleepFleet | WakeFleet):
+            sleeping = SleepVerb(op, self._line, members)
+            return await (sleeping.sleep(request) if isinstance(request, SleepFleet) else sleeping.wake(request))
         verb = FleetVerb(op, self._line, [m.worker for m in members], admission.held(members))
         match request:
             case PauseFleet():

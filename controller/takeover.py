@@ -19,6 +19,7 @@ from rlbus.controller.op import Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.registry import Registry
 from rlbus.controller.report import status_of
+from rlbus.controller.sleep_verb import DISCARDING_LEVEL
 from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import (
     AbortWeights,
@@ -36,9 +37,13 @@ from rlbus.schemas import (
     Report,
     ResumeFleet,
     ResumeGeneration,
+    SleepFleet,
+    SleepTag,
     StatusData,
     UpdateWeights,
     Version,
+    WakeFleet,
+    WakeUp,
     WeightsState,
     WorkerId,
     WorkerOutcome,
@@ -96,6 +101,8 @@ class TakeOver:
                 await self._free(may_be_old=False)
             case PauseFleet():
                 await self._settle_pause(request)
+            case SleepFleet() if request.level < DISCARDING_LEVEL:
+                await self._settle_sleep(request)
         report = self._report()
         is_at = any(self._is_at_version(status) for status in self._seen.values())
         return report, item.version if is_at else None
@@ -174,6 +181,14 @@ class TakeOver:
             return
         mine = [w for w, s in self._seen.items() if w not in self._entry.held and self._is_held_by_op(s, request)]
         await self._until_free("undo", ResumeGeneration(), mine)
+        await self._look()
+
+    async def _settle_sleep(self, request: SleepFleet) -> None:
+        """Everybody asleep: it is done. Otherwise those are woken that weren't before."""
+        if not self._silent and all(_sleeps(s, request.tags) for s in self._seen.values()):
+            return
+        mine = [w for w in self._seen if w not in self._entry.held]
+        await self._until_free("undo", WakeUp(tags=request.tags), mine)
         await self._look()
 
     async def _free(self, *, may_be_old: bool) -> None:
@@ -294,6 +309,12 @@ class TakeOver:
                 return Outcome.UNKNOWN, self._nobody_knows("it doesn't run")
             case UpdateWeights() | ReloadFleet():
                 return self._judge_weights(worker, status)
+            case SleepFleet() as request:
+                return (Outcome.OK if _sleeps(status, request.tags) else Outcome.UNDONE), None
+            case WakeFleet() as request:
+                if _sleeps_any(status, request.tags):
+                    return Outcome.UNKNOWN, self._nobody_knows("it sleeps")
+                return Outcome.OK, None
             case _:
                 return Outcome.UNKNOWN, self._nobody_knows("whether it was done before the controller died isn't known")
 
@@ -311,3 +332,11 @@ class TakeOver:
 
     def _nobody_knows(self, message: str) -> Fault:
         return fault(FaultCode.CONTROLLER_LOST, message, retryable=True)
+
+
+def _sleeps(status: WorkerStatus, tags: tuple[SleepTag, ...] | None) -> bool:
+    return bool(status.asleep) if tags is None else set(tags).issubset(status.asleep)
+
+
+def _sleeps_any(status: WorkerStatus, tags: tuple[SleepTag, ...] | None) -> bool:
+    return bool(status.asleep) if tags is None else not set(tags).isdisjoint(status.asleep)

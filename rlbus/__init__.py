@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlbus.client import EventStream, FleetClient
     from rlbus.config import BusConfig
     from rlbus.errors import (
+        AsleepError,
         BrokenError,
         BusyError,
         ClosedError,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         WrongStateError,
     )
     from rlbus.reports import UpdateReport
-    from rlbus.schemas import FleetView, Outcome, PauseMode, Report, Target, Version
+    from rlbus.schemas import FleetView, Outcome, PauseMode, Report, SleepTag, Target, Version
     from rlbus.server import EmbeddedServer
     from rlbus.session import Session, connect
     from rlbus.sync import Trainer
@@ -63,6 +64,7 @@ __all__ = [
     "Version",
     "Target",
     "PauseMode",
+    "SleepTag",
     "Report",
     "Outcome",
     "FleetView",
@@ -81,6 +83,7 @@ __all__ = [
     "NoWorkerError",
     "StaleError",
     "WrongStateError",
+    "AsleepError",
     "VersionRegressionError",
     "ManifestError",
     "EngineError",
@@ -104,7 +107,10 @@ _HOMES: dict[str, tuple[str, str]] = {
     "EventStream": ("rlbus.client", "EventStream"),
     "BusConfig": ("rlbus.config", "BusConfig"),
     "EmbeddedServer": ("rlbus.server", "EmbeddedServer"),
-    **{name: ("rlbus.schemas", name) for name in ("Version", "Target", "PauseMode", "Report", "Outcome", "FleetView")},
+    **{
+        name: ("rlbus.schemas", name)
+        for name in ("Version", "Target", "PauseMode", "SleepTag", "Report", "Outcome", "FleetView")
+    },
     **{name: ("rlbus.errors", name) for name in __all__ if name.endswith("Error")},
 }
 

@@ -5,7 +5,7 @@ and joins the op that runs. A verb returns the op's report, or raises.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from rlbus import subjects
@@ -44,14 +44,19 @@ from rlbus.schemas import (
     ReloadFleet,
     Report,
     ResumeFleet,
+    SleepFleet,
+    SleepTag,
     Target,
     TransferFleet,
     TransferStep,
     Version,
     WaitReady,
+    WakeFleet,
 )
 
 EVERYBODY = Target()
+# Host copies of large models take their time.
+SLEEP_DEADLINE_S = 120.0
 # Defaults of deadlines, in seconds: a fleet verb, a question, a reload (engines read gigabytes), a fleet coming up.
 VERB_DEADLINE_S = 30.0
 QUESTION_DEADLINE_S = 10.0
@@ -69,6 +74,22 @@ def as_pause_mode(mode: PauseMode | str) -> PauseMode:
         return PauseMode(mode)
     except ValueError as exc:
         raise ConfigError("pause mode", mode, "use keep, wait or abort") from exc
+
+
+def as_sleep_tags(tags: Iterable[SleepTag | str] | None) -> tuple[SleepTag, ...] | None:
+    """The set of tags that a caller means, None for all. Raises ConfigError for a word that is none, or no word."""
+    if tags is None:
+        return None
+    known = ", ".join(SleepTag)
+    if isinstance(tags, str):
+        raise ConfigError("tags", tags, f"give a list of {known}")
+    try:
+        meant = tuple(sorted({SleepTag(tag) for tag in tags}))
+    except ValueError as exc:
+        raise ConfigError("tags", str(exc), f"use {known}") from exc
+    if not meant:
+        raise ConfigError("tags", "none", f"name some of {known}, or leave them out for all")
+    return meant
 
 
 class EventStream:
@@ -196,6 +217,57 @@ class FleetClient:
         ids = None if request_ids is None else tuple(request_ids)
         request = AbortFleet(
             op_id=self._op_id(op_id), deadline_s=deadline_s, caller=self.caller, target=target, request_ids=ids
+        )
+        return await self._run(request, on_progress, check)
+
+    async def sleep(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        tags: Iterable[SleepTag | str] | None = None,
+        level: int = 1,
+        mode: PauseMode | str = PauseMode.ABORT,
+        deadline_s: float = SLEEP_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Let engines give back the memory of `tags` ("weights", "kv_cache"; None: all); if one fails, the others are
+        woken again. They generate nothing while any tag sleeps, and no update comes to weights that sleep.
+
+        `level` 1 keeps the weights in host memory. 2 discards them: they are dirty until an update or a reload, and a
+        sleep that half succeeds isn't undone. Raises: see pause. Cancel: it is undone like a pause.
+        """
+        request = SleepFleet(
+            op_id=self._op_id(op_id),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            target=target,
+            tags=as_sleep_tags(tags),
+            level=level,
+            mode=as_pause_mode(mode),
+        )
+        return await self._run(request, on_progress, check)
+
+    async def wake(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        tags: Iterable[SleepTag | str] | None = None,
+        deadline_s: float = SLEEP_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Let engines take back the memory of `tags` (None: all that sleep). Whoever is awake then, and isn't paused,
+        generates. Raises, Cancel: see pause; workers go on with what they were sent.
+        """
+        request = WakeFleet(
+            op_id=self._op_id(op_id),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            target=target,
+            tags=as_sleep_tags(tags),
         )
         return await self._run(request, on_progress, check)
 

@@ -186,6 +186,10 @@ class WrongStateError(RefusedError):
     """The worker is in no state for it (not paused, dirty, ...)."""
 
 
+class AsleepError(WrongStateError):
+    """Memory that it needs sleeps; `detail["tags"]` of the fault names what to wake."""
+
+
 class VersionRegressionError(RefusedError):
     """The version isn't newer than what is served."""
 
@@ -254,6 +258,7 @@ _CLASS_OF_CODE: dict[FaultCode, type[FaultError]] = {
     FaultCode.STALE_TERM: StaleError,
     FaultCode.STALE_EPOCH: StaleError,
     FaultCode.WRONG_STATE: WrongStateError,
+    FaultCode.ASLEEP: AsleepError,
     FaultCode.DIRTY: WrongStateError,
     FaultCode.VERSION_REGRESSION: VersionRegressionError,
     FaultCode.MANIFEST_MISMATCH: ManifestError,

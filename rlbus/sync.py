@@ -14,7 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
 from rlbus.errors import BrokenError, ClosedError
 from rlbus.reports import UpdateReport
-from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, SnapshotKind, Target, Version
+from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, SleepTag, SnapshotKind, Target, Version
 from rlbus.session import Session, connect
 from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S, Weights
 from rlbus.trainer import Trainer as AsyncTrainer
@@ -301,6 +301,25 @@ class Trainer:
         """Let engines generate again; see `rlbus.FleetClient.resume`."""
         loop, trainer = self._open_trainer()
         return loop.call(trainer.fleet.resume(target))
+
+    def sleep(
+        self,
+        target: Target = EVERYBODY,
+        *,
+        tags: Iterable[SleepTag | str] | None = None,
+        level: int = 1,
+        mode: PauseMode | str = PauseMode.ABORT,
+    ) -> Report:
+        """Let engines give their memory back, for the training step, say; see `rlbus.FleetClient.sleep`."""
+        loop, trainer = self._open_trainer()
+        return loop.call(trainer.fleet.sleep(target, tags=tags, level=level, mode=mode))
+
+    def wake(self, target: Target = EVERYBODY, *, tags: Iterable[SleepTag | str] | None = None) -> Report:
+        """Let engines take their memory again: the weights before an update, the rest after it; see
+        `rlbus.FleetClient.wake`.
+        """
+        loop, trainer = self._open_trainer()
+        return loop.call(trainer.fleet.wake(target, tags=tags))
 
     async def _open(self) -> AsyncTrainer:
         session: Session = await self._connection.__aenter__()

@@ -14,6 +14,7 @@ from rlbus.schemas.acks import (
     Result,
     ResultData,
     ResultStatus,
+    SleepData,
     StatusData,
     WeightsData,
     WorkerAnswer,
@@ -40,7 +41,6 @@ from rlbus.schemas.commands import (
     InitGroup,
     LoadWeights,
     PauseGeneration,
-    PauseMode,
     PrepareReload,
     PrepareWeightsUpdate,
     PutManifest,
@@ -82,12 +82,17 @@ from rlbus.schemas.control import (
     SenderSignal,
     SenderStep,
     SendTask,
+    SleepFleet,
     Target,
     TransferFleet,
     TransferStep,
     UpdateWeights,
     WaitReady,
+    WakeFleet,
     WorkerOutcome,
+)
+from rlbus.schemas.dynamo import (
+    RoutesAnswer,
 )
 from rlbus.schemas.events import (
     CommandRefused,
@@ -101,6 +106,7 @@ from rlbus.schemas.events import (
     OpAdvanced,
     OpEnded,
     OpStarted,
+    SleepChanged,
     WeightsChanged,
     WorkerEvent,
     WorkerEventBase,
@@ -166,7 +172,21 @@ from rlbus.schemas.membership import (
     WorkerStatus,
     WorkView,
 )
-from rlbus.schemas.native import ApplyUpdate, FinishUpdate, InitTransfer, ShutdownTransfer, StartUpdate
+from rlbus.schemas.native import (
+    ApplyUpdate,
+    FinishUpdate,
+    InitTransfer,
+    ShutdownTransfer,
+    StartUpdate,
+)
+from rlbus.schemas.pausing import (
+    PauseMode,
+)
+from rlbus.schemas.sleeping import (
+    Sleep,
+    SleepTag,
+    WakeUp,
+)
 from rlbus.schemas.snapshots import (
     CatchUpTask,
     FleetSnapshot,
@@ -206,6 +226,7 @@ __all__ = [
     "ControllerEventBase",
     "Data",
     "Descriptor",
+    "RoutesAnswer",
     "DestroyGroup",
     "Fault",
     "FaultCode",
@@ -305,6 +326,11 @@ __all__ = [
     "SendTask",
     "SenderSignal",
     "SenderStep",
+    "Sleep",
+    "SleepChanged",
+    "SleepData",
+    "SleepFleet",
+    "SleepTag",
     "Sha256",
     "SnapshotKind",
     "SnapshotOffer",
@@ -321,6 +347,8 @@ __all__ = [
     "Version",
     "WHOLE",
     "WaitReady",
+    "WakeFleet",
+    "WakeUp",
     "WeightsChanged",
     "WeightsData",
     "WeightsState",

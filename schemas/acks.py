@@ -12,6 +12,7 @@ from rlbus.schemas.faults import Fault
 from rlbus.schemas.ids import BootId, InstanceId, OpId, Token
 from rlbus.schemas.loras import LorasData
 from rlbus.schemas.membership import Descriptor, WorkerStatus
+from rlbus.schemas.sleeping import SleepTag
 from rlbus.schemas.weights import TensorSum, WeightsView
 
 
@@ -63,6 +64,17 @@ class ChecksumsData(Data, frozen=True, kw_only=True, tag="checksums"):
     sums: tuple[TensorSum, ...]
 
 
+class SleepData(Data, frozen=True, kw_only=True, tag="sleep"):
+    """After a sleep or a wake: what sleeps now, sorted. `num_bytes` is what was freed or taken (None: can't tell).
+
+    `num_aborted` is how many requests a sleep ended (None: the engine can't count).
+    """
+
+    asleep: tuple[SleepTag, ...]
+    num_bytes: int | None = None
+    num_aborted: int | None = None
+
+
 class StatusData(Data, frozen=True, kw_only=True, tag="status"):
     """Descriptor and status, read now."""
 
@@ -86,6 +98,7 @@ ResultData = (
     | ReceivedData
     | WeightsData
     | ChecksumsData
+    | SleepData
     | StatusData
     | OutcomeData
     | LorasData

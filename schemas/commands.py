@@ -4,22 +4,14 @@ Published on `dyn.<ns>.<component>.rl.<route>` (to every worker of a component) 
 `route` tag of the body equals the route token of the subject. Names of routes that Dynamo also has are Dynamo's.
 """
 
-import enum
-
 from rlbus.schemas.base import Body, Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
 from rlbus.schemas.loras import GetLoras, LoadLora, UnloadLora
 from rlbus.schemas.native import ApplyUpdate, FinishUpdate, InitTransfer, ShutdownTransfer, StartUpdate
+from rlbus.schemas.pausing import PauseMode
+from rlbus.schemas.sleeping import Sleep, WakeUp
 from rlbus.schemas.weights import ManifestPage, Version
-
-
-class PauseMode(enum.StrEnum):
-    """What a pause does with requests in flight, in vLLM's words."""
-
-    KEEP = "keep"  # frozen, and continued after resume
-    WAIT = "wait"  # finished first, then paused
-    ABORT = "abort"  # ended now, with the tokens that they have
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="hello"):
@@ -204,6 +196,8 @@ CommandBody = (
     | ApplyUpdate
     | FinishUpdate
     | GetChecksums
+    | Sleep
+    | WakeUp
     | LoadLora
     | UnloadLora
     | GetLoras

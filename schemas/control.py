@@ -10,11 +10,12 @@ import enum
 
 from rlbus.schemas.acks import ResultData
 from rlbus.schemas.base import Wire
-from rlbus.schemas.commands import PauseMode
 from rlbus.schemas.faults import Fault
 from rlbus.schemas.groups import GroupPlan, Rendezvous
 from rlbus.schemas.ids import OpId, Token, WorkerId
 from rlbus.schemas.membership import Descriptor, WorkerStatus
+from rlbus.schemas.pausing import PauseMode
+from rlbus.schemas.sleeping import SleepTag
 from rlbus.schemas.snapshots import SnapshotOffer
 from rlbus.schemas.weights import ManifestPage, TensorSum, Version
 
@@ -65,6 +66,25 @@ class AbortFleet(Request, frozen=True, kw_only=True, tag="abort"):
 
     target: Target = Target()
     request_ids: tuple[str, ...] | None = None
+
+
+class SleepFleet(Request, frozen=True, kw_only=True, tag="sleep"):
+    """Give back the memory of `tags` (None: all); if one worker fails, those that did are woken again.
+
+    Fields as in the command `Sleep`. With `level` 2 nothing can be woken to what it was: it isn't undone.
+    """
+
+    target: Target = Target()
+    tags: tuple[SleepTag, ...] | None = None
+    level: int = 1
+    mode: PauseMode = PauseMode.ABORT
+
+
+class WakeFleet(Request, frozen=True, kw_only=True, tag="wake"):
+    """Take back the memory of `tags` (None: all that sleep). Ends no pause."""
+
+    target: Target = Target()
+    tags: tuple[SleepTag, ...] | None = None
 
 
 class GetVersions(Request, frozen=True, kw_only=True, tag="versions"):
@@ -206,6 +226,8 @@ ControlRequest = (
     | ResumeFleet
     | FlushFleet
     | AbortFleet
+    | SleepFleet
+    | WakeFleet
     | GetVersions
     | GetFleet
     | WaitReady

@@ -7,6 +7,7 @@ import msgspec
 from rlbus.schemas.base import Wire
 from rlbus.schemas.faults import Fault
 from rlbus.schemas.ids import InstanceId, OpId, Token
+from rlbus.schemas.sleeping import SleepTag
 from rlbus.schemas.weights import Version, WeightsState
 
 
@@ -45,6 +46,12 @@ class WeightsChanged(WorkerEventBase, frozen=True, kw_only=True, tag="weights_ch
     version: Version | None = None
 
 
+class SleepChanged(WorkerEventBase, frozen=True, kw_only=True, tag="sleep_changed"):
+    """Parts of the engine's memory fell asleep or woke; `asleep` are those that sleep now, sorted."""
+
+    asleep: tuple[SleepTag, ...]
+
+
 class LoraLoaded(WorkerEventBase, frozen=True, kw_only=True, tag="lora_loaded"):
     """Requests can name this adapter from now on. `hot_swap`: it took the place of an older revision in the engine."""
 
@@ -62,10 +69,11 @@ class LoraDraining(WorkerEventBase, frozen=True, kw_only=True, tag="lora_drainin
 
 
 class LoraUnloaded(WorkerEventBase, frozen=True, kw_only=True, tag="lora_unloaded"):
-    """The adapter is gone from the engine."""
+    """The adapter is gone from the engine. `num_aborted` requests were ended with it; None: the engine can't say."""
 
     name: str
     revision: int
+    num_aborted: int | None = None
 
 
 class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_refused"):
@@ -76,7 +84,14 @@ class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_re
 
 
 WorkerEvent = (
-    GenerationPaused | GenerationResumed | WeightsChanged | LoraLoaded | LoraDraining | LoraUnloaded | CommandRefused
+    GenerationPaused
+    | GenerationResumed
+    | WeightsChanged
+    | SleepChanged
+    | LoraLoaded
+    | LoraDraining
+    | LoraUnloaded
+    | CommandRefused
 )
 
 

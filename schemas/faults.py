@@ -20,6 +20,7 @@ class FaultCode(enum.StrEnum):
     STALE_EPOCH = "stale_epoch"  # another process group than the current one
     BUSY = "busy"  # another mutation runs; detail["op_id"] names it
     WRONG_STATE = "wrong_state"  # e.g. an update of a worker that isn't paused
+    ASLEEP = "asleep"  # memory that it needs sleeps; detail["tags"] names what to wake
     DIRTY = "dirty"  # weights are torn; only a full update or a reload helps
     VERSION_REGRESSION = "version_regression"  # not newer than what is served, and no rollback asked for
     MANIFEST_UNKNOWN = "manifest_unknown"  # the digest names a manifest that hasn't been sent yet

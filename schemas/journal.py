@@ -8,15 +8,19 @@ from rlbus.schemas.control import (
     ReloadFleet,
     Report,
     ResumeFleet,
+    SleepFleet,
     TransferFleet,
     UpdateWeights,
+    WakeFleet,
 )
 from rlbus.schemas.ids import WorkerId
 from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
-MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | TransferFleet
+MutationRequest = (
+    PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | SleepFleet | WakeFleet | TransferFleet
+)
 
 
 class JournalEntry(Wire, frozen=True, kw_only=True):

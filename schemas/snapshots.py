@@ -3,8 +3,8 @@
 import enum
 
 from rlbus.schemas.base import Wire
-from rlbus.schemas.commands import PauseMode
 from rlbus.schemas.ids import OpId, WorkerId
+from rlbus.schemas.pausing import PauseMode
 from rlbus.schemas.weights import Version
 
 

@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 
 from rlbus import subjects
+from rlbus._engine_routes import answer_routes
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.errors import ConfigError, DecodeError, RLBusError
@@ -21,6 +22,7 @@ from rlbus.schemas import (
     FaultCode,
     GenerationResumed,
     Goodbye,
+    LorasData,
     PrepareWeightsUpdate,
     TensorSpec,
     WorkerStatus,
@@ -32,6 +34,7 @@ from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.engines.sleep import SleepEngine
 from rlbus.workers.entrance import Entrance
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
@@ -39,10 +42,15 @@ from rlbus.workers.journal import Journal, Record
 from rlbus.workers.leases import OWN_OP_S, work_of
 from rlbus.workers.ledger import Ledger, come_back, noted
 from rlbus.workers.lifecycle import decide, is_mutation, served_routes
+from rlbus.workers.lora_calls import ROUTES as LORA_ROUTES
+from rlbus.workers.lora_calls import lora_engine
+from rlbus.workers.lora_files import LoraFiles
+from rlbus.workers.lora_watch import LoraWatch
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
     Arrived,
+    DrainEnded,
     Event,
     Ignore,
     Join,
@@ -119,18 +127,23 @@ class Agent:
         self.entrance = Entrance(self, bus, self._config)
         # Set once the subscriptions stand at the server.
         self.ready = asyncio.Event()
+        lora_info = lora_engine(engine).lora_info if routes >= LORA_ROUTES else None
         self._state = WorkerState(
             component=component,
             instance_id=instance_id,
             world_size=info.world_size,
             routes=routes,
             backends=info.backends,
+            sleep_tags=engine.sleep_tags if isinstance(engine, SleepEngine) and "sleep" in routes else frozenset(),
+            lora_info=lora_info,
         )
         self._ledger = ledger
         if before is not None:
             self._adopt(before)
         elif ledger is not None:
             self._remember(ledger)
+        self.lora_files: LoraFiles = LoraFiles(self._config, bus, None if before is None else before.lora_files)
+        self._loras = LoraWatch(None if lora_info is None else lora_engine(engine), self, self._config)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
@@ -147,6 +160,11 @@ class Agent:
     def state(self) -> WorkerState:
         """What was commanded and is in progress."""
         return self._state
+
+    @property
+    def config(self) -> AgentConfig:
+        """The bounds that it keeps."""
+        return self._config
 
     def new_op_id(self) -> str:
         """One that no op has."""
@@ -174,7 +192,7 @@ class Agent:
         drain_s = 0.0
         self._arm_lease()
         async with asyncio.TaskGroup() as group:
-            heart = group.create_task(self._heartbeat.run())
+            beside = [group.create_task(self._heartbeat.run()), group.create_task(self._loras.run())]
             try:
                 await self._try_barrier()
                 self.ready.set()
@@ -186,7 +204,8 @@ class Agent:
                 unwatch()
                 for subscription in subscriptions:
                     subscription.unsubscribe()
-                heart.cancel()
+                for task in beside:
+                    task.cancel()
                 try:
                     await self._close(drain_s)
                 finally:
@@ -214,6 +233,8 @@ class Agent:
             self._ledger.note(noted(self._state))
         if self._state.lease is not before.lease:
             self._arm_lease()
+        if self._state.adapters is not before.adapters:
+            self._loras.soon()
         for action in actions:
             self._act(action)
         return actions
@@ -231,6 +252,8 @@ class Agent:
             term=state.term,
             num_refused_messages=self.answers.num_refused,
             work=work_of(state.running, self._config.work_lease_s),
+            asleep=tuple(sorted(observed.asleep)),
+            loras=self._loras.view(),
         )
 
     # --- what outlives the process
@@ -266,6 +289,16 @@ class Agent:
         _log.warning("the lease of the pause by %s ended without renewal", None if pause is None else pause.owner)
         self.apply(LeaseEnded(self._bus.new_id(), self._bus.clock.now()))
 
+    # --- adapters
+
+    async def list_loras(self) -> LorasData:
+        """What the engine has now. Raises EngineError: it doesn't say. Cancel: leaves nothing."""
+        return await self._loras.answer()
+
+    def drain_ended(self, name: str, revision: int) -> None:
+        """Nothing needs this draining adapter any more, or its time is over: let it go, if nothing else runs."""
+        self.apply(DrainEnded(name, revision, self._bus.new_id(), self._bus.clock.now()))
+
     def _act(self, action: Action) -> None:
         """What the state machine wants done for its own sake; answers to commands are the caller's."""
         match action:
@@ -300,14 +333,22 @@ class Agent:
     def _on_undecodable(self, message: Message, problem: str) -> None:
         subject = subjects.parse_command(message.subject)
         if subject is not None and subject.route == ROUTES_QUERY:
-            # Dynamo's query, {"method": "routes"}; its clients read the plain reply subject.
-            if message.reply is not None:
-                self.answers.publish(message.reply, self.descriptor)
+            self._answer_query(message)
             return
         why = bad_message(problem, len(message.data))
         route = None if subject is None else subject.route
         replies = () if message.reply is None else (message.reply,)
         self.answers.refuse(find_op_id(message.data), replies, why, route, self._bus.clock.now())
+
+    def _answer_query(self, message: Message) -> None:
+        """Dynamo's, {"method": "routes"}, as Dynamo answers it; any other with the descriptor. On the plain reply
+        subject, where Dynamo's clients read.
+        """
+        if message.reply is None:
+            return
+        mine = self.descriptor
+        asked = answer_routes(message.data, mine.routes, mine.system_url, mine.world_size)
+        self.answers.publish(message.reply, mine if asked is None else asked)
 
     def _on_connection(self, is_connected: bool) -> None:
         if is_connected:
@@ -365,7 +406,9 @@ class Agent:
     # --- announcements and the end
 
     async def _beat(self) -> None:
+        looking = self._loras.begin_look()
         await self._observer.observe()
+        await self._loras.end_look(looking)
         if self._ledger is not None:
             self._ledger.touch()
         self.answers.num_announced += 1
@@ -395,6 +438,7 @@ class Agent:
                 self._lease_timer.cancel()
             await self._beside.aclose()
             await self._observer.aclose()
+            await self._loras.aclose()
             descriptor = self.descriptor
             goodbye = Goodbye(
                 boot_id=self.boot_id,

@@ -15,6 +15,7 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     FinishUpdate,
+    GetChecksums,
     GroupPlan,
     InitGroup,
     InitTransfer,
@@ -25,8 +26,11 @@ from rlbus.schemas import (
     ReceiveWeights,
     ResumeGeneration,
     SetVersion,
+    Sleep,
+    SleepTag,
     StartUpdate,
     Version,
+    WakeUp,
     WeightsState,
 )
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
@@ -47,6 +51,7 @@ REFUSALS = frozenset(
         FaultCode.STALE_EPOCH,
         FaultCode.BUSY,
         FaultCode.WRONG_STATE,
+        FaultCode.ASLEEP,
         FaultCode.DIRTY,
         FaultCode.VERSION_REGRESSION,
         FaultCode.MANIFEST_UNKNOWN,
@@ -81,7 +86,45 @@ def _check_pause(state: WorkerState, body: PauseGeneration) -> Fault | None:
     return lease_problem(body.lease_s)
 
 
+def asleep_problem(asleep: frozenset[SleepTag], needs: str) -> Fault:
+    """The refusal of what can't be done while these tags sleep; it names what to wake."""
+    tags = ", ".join(sorted(asleep))
+    return fault(FaultCode.ASLEEP, f"asleep: {tags}; {needs} needs it awake: wake it first", tags=tags)
+
+
+def _check_awake(state: WorkerState, needs: str) -> Fault | None:
+    """Whether the weights are there to be read and written (SCENARIOS 37)."""
+    asleep = state.asleep & {SleepTag.WEIGHTS}
+    return asleep_problem(asleep, needs) if asleep else None
+
+
+def _check_sleep(state: WorkerState, body: Sleep) -> Fault | None:
+    if body.level not in (1, 2):
+        return fault(FaultCode.BAD_MESSAGE, f"level is {body.level}; use 1 (keep weights) or 2 (discard them)")
+    if problem := _check_tags(state, body.tags):
+        return problem
+    if state.session is None:
+        return None
+    update = state.session.update_op_id
+    message = f"update {update} is open; commit or abort it before the worker sleeps"
+    return fault(FaultCode.BUSY, message, op_id=update, open=update, retryable=True)
+
+
+def _check_wake(state: WorkerState, body: WakeUp) -> Fault | None:
+    return _check_tags(state, body.tags)
+
+
+def _check_tags(state: WorkerState, tags: tuple[SleepTag, ...] | None) -> Fault | None:
+    if tags is None or (tags and state.sleep_tags.issuperset(tags)):
+        return None
+    has = ", ".join(sorted(state.sleep_tags))
+    named = ", ".join(tags) or "none"
+    return fault(FaultCode.BAD_MESSAGE, f"tags are {named}; this engine's are {has}", tags=named, has=has)
+
+
 def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
+    if state.asleep:
+        return asleep_problem(state.asleep, "resuming")
     if body.force or state.weights.state in WHOLE:
         return None
     if state.session is not None:
@@ -102,6 +145,8 @@ def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
 
 
 def _check_prepare(state: WorkerState, body: PrepareWeightsUpdate) -> Fault | None:
+    if problem := _check_awake(state, "an update"):
+        return problem
     current = state.weights.version
     if body.base_version is not None and body.base_version != current:
         return fault(
@@ -129,12 +174,14 @@ def _check_version(state: WorkerState, version: Version, allow_rollback: bool) -
 
 
 def _check_init(state: WorkerState, body: InitGroup) -> Fault | None:
+    if problem := _check_awake(state, "a group"):
+        return problem
     plan = body.plan
     spans = [s for s in plan.spans if (s.component, s.instance_id) == (state.component, state.instance_id)]
     if not spans:
         return fault(FaultCode.NOT_A_MEMBER, f"group {plan.epoch} has no ranks for this worker", epoch=plan.epoch)
-    if problem := plan_problem(plan):
-        return fault(FaultCode.BAD_MESSAGE, f"group plan {plan.epoch}: {problem}", epoch=plan.epoch)
+    if (wrong := plan_problem(plan)) is not None:
+        return fault(FaultCode.BAD_MESSAGE, f"group plan {plan.epoch}: {wrong}", epoch=plan.epoch)
     if spans[0].num_ranks != state.world_size:
         return fault(
             FaultCode.BAD_MESSAGE,
@@ -175,6 +222,8 @@ def plan_problem(plan: GroupPlan) -> str | None:
 
 
 def _check_receive(state: WorkerState, body: ReceiveWeights) -> Fault | None:
+    if problem := _check_awake(state, "an update"):
+        return problem
     if state.epoch != body.epoch:
         return _stale_epoch(state, body.epoch)
     prepared = state.prepared
@@ -195,7 +244,9 @@ def _check_receive(state: WorkerState, body: ReceiveWeights) -> Fault | None:
 
 
 def _check_paused(state: WorkerState) -> Fault | None:
-    return None if state.pause is not None else fault(FaultCode.WRONG_STATE, "the worker is not paused; pause it first")
+    """Whether it was told to stand still: by a pause, or because a part of its memory sleeps."""
+    stands = state.pause is not None or state.asleep
+    return None if stands else fault(FaultCode.WRONG_STATE, "the worker is not paused; pause it first")
 
 
 def _check_commit(state: WorkerState, body: CommitWeights) -> Fault | None:
@@ -219,11 +270,16 @@ def is_committed(state: WorkerState, body: CommitWeights) -> bool:
 
 
 def _check_load(state: WorkerState, body: LoadWeights) -> Fault | None:
-    return _check_paused(state) or _check_version(state, body.version, body.allow_rollback)
+    problem = _check_awake(state, "a reload") or _check_paused(state)
+    return problem or _check_version(state, body.version, body.allow_rollback)
+
+
+def _check_checksums(state: WorkerState, body: GetChecksums) -> Fault | None:
+    return _check_awake(state, "a checksum")
 
 
 def _check_prepare_reload(state: WorkerState, body: PrepareReload) -> Fault | None:
-    return _check_version(state, body.version, body.allow_rollback)
+    return _check_awake(state, "a reload") or _check_version(state, body.version, body.allow_rollback)
 
 
 def _check_set_version(state: WorkerState, body: SetVersion) -> Fault | None:
@@ -274,7 +330,7 @@ def _open_problem(state: WorkerState) -> Fault:
 
 
 def _check_start(state: WorkerState, body: StartUpdate) -> Fault | None:
-    return _check_paused(state)
+    return _check_awake(state, "an update") or _check_paused(state)
 
 
 def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
@@ -296,6 +352,9 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     PrepareReload: _check_prepare_reload,
     LoadWeights: _check_load,
     SetVersion: _check_set_version,
+    GetChecksums: _check_checksums,
+    Sleep: _check_sleep,
+    WakeUp: _check_wake,
     InitTransfer: _check_init_transfer,
     StartUpdate: _check_start,
     ApplyUpdate: _check_native,

@@ -16,12 +16,15 @@ from rlbus.schemas import (
     FinishUpdate,
     InitGroup,
     InitTransfer,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseView,
     ReceiveWeights,
     RenewLease,
     ResumeGeneration,
+    Sleep,
+    WakeUp,
     WeightsState,
     WorkView,
     route_of,
@@ -34,8 +37,10 @@ from rlbus.workers.state import Lease, Running, WorkerState
 RETRY_S = 5.0
 # What the agent gives the engine for one op at the end of a lease, in seconds.
 OWN_OP_S = 30.0
-# Work that may keep a process from its heartbeats: a collective, the reading of a large folder.
-_BLOCKING = InitGroup | ReceiveWeights | LoadWeights | InitTransfer | ApplyUpdate | FinishUpdate
+# Work that may keep a process from its heartbeats: a collective, the reading of a large folder, the moving of weights.
+_BLOCKING = (
+    InitGroup | ReceiveWeights | LoadWeights | LoadLora | Sleep | WakeUp | InitTransfer | ApplyUpdate | FinishUpdate
+)
 
 
 def check_renewal(state: WorkerState, body: RenewLease) -> Fault | None:
@@ -96,7 +101,7 @@ def ended(state: WorkerState, op_id: str) -> WorkerState:
 
 
 def next_op(state: WorkerState) -> RunOwn | None:
-    """What a lease that ended asks for, when nothing runs; None: nothing, or not before the weights are clean."""
+    """What a lease that ended asks for, when nothing runs; None: nothing, or not before it can be done."""
     lease = state.lease
     if lease is None or lease.end_op_id is None:
         return None
@@ -106,7 +111,7 @@ def next_op(state: WorkerState) -> RunOwn | None:
             return None
         body = AbortWeights(update_op_id=update, reason="the lease of its pause ended without renewal")
         return RunOwn(f"{lease.end_op_id}-abort", body)
-    if state.weights.state in WHOLE:
+    if state.weights.state in WHOLE and not state.asleep:
         return RunOwn(_resume_id(lease.end_op_id), ResumeGeneration())
     return None
 

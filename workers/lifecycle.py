@@ -23,9 +23,11 @@ from rlbus.schemas import (
     FaultCode,
     FinishUpdate,
     FlushCache,
+    GetLoras,
     Hello,
     InitGroup,
     InitTransfer,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PrepareWeightsUpdate,
@@ -35,15 +37,19 @@ from rlbus.schemas import (
     ResumeGeneration,
     SetVersion,
     ShutdownTransfer,
+    Sleep,
     StartUpdate,
+    UnloadLora,
     Version,
+    WakeUp,
     WeightsState,
     WeightsView,
     route_of,
 )
-from rlbus.workers import leases
+from rlbus.workers import leases, sleeping
 from rlbus.workers.checks import check_body, fault, is_committed, next_version
 from rlbus.workers.journal import Record, digest_of
+from rlbus.workers.loras import check_load, check_unload, lora_event
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
@@ -65,6 +71,8 @@ from rlbus.workers.moves import (
     SessionClosed,
     Started,
     TakeBack,
+    WakeAgain,
+    Woke,
 )
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
 
@@ -116,12 +124,16 @@ def decide(state: WorkerState, event: Event) -> Decision:
             return replace(state, epoch=None), ()
         case Flushed():
             return replace(state, owes_flush=False), ()
+        case Woke():
+            return sleeping.woken(state, event.tags), ()
         case Ended():
             return _ended(state, event)
         case Released():
             return _released(state, event)
         case LeaseEnded():
             return _lease_ended(state, event)
+        case _:
+            return lora_event(state, event)
 
 
 # --- arrival
@@ -147,14 +159,14 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
     mutation = Running(op_id=command.op_id, body=body, since=event.now)
     if state.running is not None:
         if state.queued is None and takes_back(body, state.running.body):
-            if problem := check_body(state, body):
+            if problem := problem_with(state, body):
                 return state, (Refuse(problem),)
             return replace(state, queued=mutation), (Run(takes_back=state.running.op_id),)
         running = state.running.op_id
         route = route_of(state.running.body)
         busy = fault(FaultCode.BUSY, f"op {running} is running ({route})", op_id=running, retryable=True)
         return state, (Refuse(busy),)
-    if problem := check_body(state, body) or _manifest_problem(event) or event.outside:
+    if problem := problem_with(state, body) or _manifest_problem(event) or event.outside:
         return state, (Refuse(problem),)
     prepared = state.prepared
     if isinstance(body, PrepareWeightsUpdate):
@@ -195,13 +207,29 @@ def _refusal(state: WorkerState, event: Arrived) -> Fault | None:
     return None
 
 
+def problem_with(state: WorkerState, body: CommandBody) -> Fault | None:
+    """Why this command can't be done in this state, or None."""
+    match body:
+        case LoadLora():
+            return check_load(state, body)
+        case UnloadLora():
+            return check_unload(state, body)
+        case _:
+            return check_body(state, body)
+
+
 def is_mutation(body: CommandBody) -> bool:
-    """Whether a command needs the one place for mutations. Aborts of requests, manifest pages and renewals don't."""
-    return route_of(body) not in QUERY_ROUTES and not isinstance(body, AbortRequest | PutManifest | RenewLease)
+    """Whether a command needs the one place for mutations. Aborts of requests, manifest pages, renewals and
+    the list of adapters don't.
+    """
+    is_beside = isinstance(body, AbortRequest | PutManifest | RenewLease | GetLoras)
+    return route_of(body) not in QUERY_ROUTES and not is_beside
 
 
 def takes_back(body: CommandBody, running: CommandBody) -> bool:
-    """Whether `body` asks for the end of what is running: an abort of the same update, a destroy of the same group."""
+    """Whether `body` asks for the end of what is running: an abort of the same update, a destroy of the same group, a
+    resume of what pauses, a wake of what falls asleep.
+    """
     match body, running:
         case AbortWeights(), ReceiveWeights():
             return body.update_op_id == running.update_op_id
@@ -209,7 +237,7 @@ def takes_back(body: CommandBody, running: CommandBody) -> bool:
             return body.epoch == running.epoch
         case DestroyGroup(), InitGroup():
             return body.epoch == running.plan.epoch
-        case ResumeGeneration(), PauseGeneration():
+        case (ResumeGeneration(), PauseGeneration()) | (WakeUp(), Sleep()):
             return True
         case ShutdownTransfer(), InitTransfer() | ApplyUpdate():
             return True
@@ -288,6 +316,9 @@ def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
         case PauseGeneration() if state.pause is None:
             # The engine may stand still, half paused: back to what was.
             return state, (Cleanup.RESUME,)
+        case Sleep():
+            state, tags = sleeping.failed(state, body, event.is_touched)
+            return state, (WakeAgain(tags), Cleanup.RESUME)
         case InitGroup():
             return replace(state, epoch=None), (Cleanup.LEAVE_GROUP,)
         case PrepareWeightsUpdate():
@@ -321,6 +352,10 @@ def _paused(state: WorkerState, body: PauseGeneration, event: Ended) -> WorkerSt
 
 def _resumed(state: WorkerState, body: ResumeGeneration, event: Ended) -> WorkerState:
     return replace(state, pause=None, lease=None, prepared=None)
+
+
+def _slept(state: WorkerState, body: Sleep, event: Ended) -> WorkerState:
+    return sleeping.slept(state, body)
 
 
 def _flushed(state: WorkerState, body: FlushCache, event: Ended) -> WorkerState:
@@ -377,6 +412,7 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     PauseGeneration: _paused,
     ResumeGeneration: _resumed,
     FlushCache: _flushed,
+    Sleep: _slept,
     InitGroup: _joined,
     DestroyGroup: _left,
     ReceiveWeights: _received,

@@ -25,6 +25,7 @@ from rlbus.schemas import (
     GetChecksums,
     InitGroup,
     InitTransfer,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseMode,
@@ -35,26 +36,38 @@ from rlbus.schemas import (
     ResumeGeneration,
     SetVersion,
     ShutdownTransfer,
+    Sleep,
+    SleepData,
+    SleepTag,
     StartUpdate,
+    UnloadLora,
     Version,
+    WakeUp,
     WeightsData,
     WeightsState,
     WeightsView,
     route_of,
 )
 from rlbus.transfer.sums import sums_digest
-from rlbus.workers import native_calls
-from rlbus.workers.checks import REFUSALS, fault, is_committed
+from rlbus.workers import lora_calls, native_calls
+from rlbus.workers.checks import REFUSALS, asleep_problem, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.label import LabelEngine
-from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started
+from rlbus.workers.engines.sleep import in_order, sleeper
+from rlbus.workers.lora_calls import Files, lora_engine
+from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started, Woke
 from rlbus.workers.preconditions import path_problem
+from rlbus.workers.sleeping import may_run, meant
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
 
 # Commands during which the weights may change; one that was cut off leaves them in doubt.
 _TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights, ApplyUpdate, FinishUpdate)
+
+
+def _touches(body: CommandBody) -> bool:
+    return isinstance(body, _TOUCHING) or (isinstance(body, Sleep) and body.level >= 2)
 
 
 class Surroundings(Protocol):
@@ -67,6 +80,11 @@ class Surroundings(Protocol):
 
     # Folders below which weights may be loaded.
     weight_roots: tuple[str, ...]
+
+    @property
+    def lora_files(self) -> Files:
+        """Where adapters come from."""
+        ...
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Feed the state machine; what it wants done."""
@@ -136,6 +154,14 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
             return await _name(engine, body)
         case GetChecksums():
             return await engine.checksums()
+        case Sleep():
+            return await _sleep(engine, body, around)
+        case WakeUp():
+            return await _wake_up(engine, body, around)
+        case LoadLora():
+            return await lora_calls.load(lora_engine(engine), op_id, body, around)
+        case UnloadLora():
+            return await lora_calls.unload(lora_engine(engine), body, around)
         case InitTransfer() | ShutdownTransfer() | StartUpdate() | ApplyUpdate() | FinishUpdate():
             return await native_calls.perform(engine, op_id, body, around, lambda: _check_stands_still(around))
         case _:
@@ -147,7 +173,8 @@ def _mode_on_top(mode: PauseMode, state: WorkerState) -> PauseMode:
     """What a pause asks of an engine that stands still already: a wait would have it finish what is held, maybe on
     torn weights.
     """
-    return PauseMode.KEEP if mode is PauseMode.WAIT and state.pause is not None else mode
+    stands_still = state.pause is not None or state.asleep
+    return PauseMode.KEEP if mode is PauseMode.WAIT and stands_still else mode
 
 
 async def _resume(engine: Engine, around: Surroundings) -> None:
@@ -158,6 +185,26 @@ async def _resume(engine: Engine, around: Surroundings) -> None:
         await engine.flush_cache()
         around.apply(Flushed())
     await engine.resume()
+
+
+async def _sleep(engine: Engine, body: Sleep, around: Surroundings) -> SleepData:
+    """What sleeps already, by the engine's own word, isn't put to sleep again."""
+    observed = await around.observe()
+    known = around.state.asleep if observed.generation is Generation.UNKNOWN else observed.asleep
+    tags = meant(around.state, body) - known
+    if not tags:
+        return SleepData(asleep=in_order(known))
+    return await sleeper(engine).sleep(tags, body.level, _mode_on_top(body.mode, around.state))
+
+
+async def _wake_up(engine: Engine, body: WakeUp, around: Surroundings) -> SleepData:
+    """Then it goes on if it may; a wake that failed at that does it when it is asked for again."""
+    tags = meant(around.state, body)
+    data = await sleeper(engine).wake_up(tags)
+    around.apply(Woke(tags))
+    if may_run(around.state):
+        await _resume(engine, around)
+    return data
 
 
 async def _close_session(engine: Engine, around: Surroundings) -> None:
@@ -232,6 +279,8 @@ def _clean(version: Version) -> WeightsData:
 async def _check_stands_still(around: Surroundings) -> None:
     """What was commanded isn't enough before the first byte: somebody may have resumed the engine behind our back."""
     observed = await around.observe()
+    if SleepTag.WEIGHTS in observed.asleep:
+        raise error_from_fault(asleep_problem(observed.asleep & {SleepTag.WEIGHTS}, "an update"))
     if observed.generation is not Generation.PAUSED:
         raise refused(
             FaultCode.WRONG_STATE,
@@ -242,7 +291,7 @@ async def _check_stands_still(around: Surroundings) -> None:
 
 def accepts_late(body: CommandBody) -> bool:
     """Whether `perform` says itself when the command counts as accepted."""
-    return isinstance(body, ReceiveWeights | LoadWeights)
+    return isinstance(body, ReceiveWeights | LoadWeights | LoadLora)
 
 
 # --- bounds
@@ -296,7 +345,7 @@ class EngineCall:
         """What it came to. `cause` is why it was given up, if it was."""
         if not self.task.done() or self.task.cancelled():
             stopped = cause or fault(FaultCode.CANCELLED, f"{route_of(self._body)} was cancelled inside the engine")
-            return Outcome(fault=stopped, is_touched=isinstance(self._body, _TOUCHING))
+            return Outcome(fault=stopped, is_touched=_touches(self._body))
         error = self.task.exception()
         if error is None:
             return Outcome(data=self.task.result())
@@ -329,7 +378,7 @@ async def within(call: Coroutine[Any, Any, None], limit_s: float, cancel_s: floa
 
 def judge(error: BaseException, body: CommandBody) -> Outcome:
     """What an engine's error means. The traceback of one that isn't ours goes to the log, never over the wire."""
-    touching = isinstance(body, _TOUCHING)
+    touching = _touches(body)
     match error:
         case UpdateFailedError():
             return Outcome(fault=error.fault, is_touched=error.weights_touched)

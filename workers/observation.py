@@ -3,12 +3,14 @@
 import asyncio
 import logging
 
-from rlbus.schemas import Generation, PauseGeneration, ResumeGeneration, WeightsState
+from rlbus.schemas import Generation, PauseGeneration, ResumeGeneration, Sleep, SleepTag, WakeUp, WeightsState
 from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
 
+# What may change generation and sleep while it runs.
+_SWITCHING = PauseGeneration | ResumeGeneration | Sleep | WakeUp
 NO_ANSWER = Observed(Generation.UNKNOWN)
 
 
@@ -55,14 +57,21 @@ class Observer:
 def drift(state: WorkerState, observed: Observed) -> str | None:
     """Where what the engine says differs from what it was told, in words; None if nowhere, or while it changes."""
     parts: list[str] = []
-    is_switching = state.running is not None and isinstance(state.running.body, PauseGeneration | ResumeGeneration)
+    is_switching = state.running is not None and isinstance(state.running.body, _SWITCHING)
     if not is_switching:
         if state.pause is not None and observed.generation is Generation.RUNNING:
             parts.append(f"paused by {state.pause.owner}, but the engine is running")
-        if state.pause is None and observed.generation is Generation.PAUSED:
+        sleeps = bool(state.asleep or observed.asleep)
+        if state.pause is None and observed.generation is Generation.PAUSED and not sleeps:
             parts.append("commanded to run, but the engine is paused")
+        if observed.generation is not Generation.UNKNOWN and observed.asleep != state.asleep:
+            parts.append(f"told to have asleep {_listed(state.asleep)}, but asleep is {_listed(observed.asleep)}")
     version, label = state.weights.version, observed.weight_version
     is_settled = state.weights.state is WeightsState.CLEAN and state.running is None
     if is_settled and version is not None and label is not None and label != str(version):
         parts.append(f"committed version {version}, but the engine says {label}")
     return "; ".join(parts) or None
+
+
+def _listed(tags: frozenset[SleepTag]) -> str:
+    return ", ".join(sorted(tags)) or "nothing"

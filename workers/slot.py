@@ -17,8 +17,11 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     InitTransfer,
+    LoadLora,
     ReceiveWeights,
     ResultStatus,
+    SleepTag,
+    UnloadLora,
     route_of,
 )
 from rlbus.workers.answers import Answers
@@ -26,7 +29,10 @@ from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.engines.native import NativeEngine
+from rlbus.workers.engines.sleep import sleeper
 from rlbus.workers.journal import Journal, Record
+from rlbus.workers.lora_calls import Files, lora_engine, settle
+from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.moves import (
     Action,
     Cleanup,
@@ -34,13 +40,19 @@ from rlbus.workers.moves import (
     Event,
     FirstByte,
     GroupLeft,
+    LoraUnsettled,
     Released,
     SessionClosed,
     Started,
+    WakeAgain,
+    Woke,
 )
 from rlbus.workers.mutations import EngineCall, Outcome, accepts_late, perform, within
 from rlbus.workers.refusals import Refusals
 from rlbus.workers.state import WorkerState
+
+# Engine calls that may follow one failure at most: each `Cleanup`, and waking.
+NUM_CLEANUPS = len(Cleanup) + 1
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -51,6 +63,7 @@ class Host(Protocol):
     journal: Journal
     answers: Answers
     refusals: Refusals
+    lora_files: LoraFiles
 
     @property
     def state(self) -> WorkerState:
@@ -75,6 +88,7 @@ class _Op:
 
     def __init__(self, host: Host, command: Command, record: Record, weight_roots: tuple[str, ...]) -> None:
         self._host = host
+        self.lora_files: Files = host.lora_files
         self.weight_roots = weight_roots
         self._loop = asyncio.get_running_loop()
         self.command = command
@@ -166,7 +180,7 @@ class Slot:
             if self._call is not None and self._tasks:
                 self._call.take_back(fault(FaultCode.CANCELLED, "the worker stops"))
             config = self._config
-            await self._wait_all(config.release_s + config.cancel_s + len(Cleanup) * config.undo_s)
+            await self._wait_all(config.release_s + config.cancel_s + NUM_CLEANUPS * config.undo_s)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -216,6 +230,8 @@ class Slot:
             await call.give_up(self._release(op), self._config.release_s, self._config.cancel_s)
         op.is_over = True
         outcome = call.outcome(cause)
+        if outcome.fault is not None and isinstance(op.command.body, LoadLora | UnloadLora):
+            outcome = await self._settle(op, op.command.body, call, outcome)
         if outcome.is_refused and op.has_started:
             outcome = Outcome(fault=outcome.fault, is_touched=outcome.is_touched)
         if not outcome.is_refused:
@@ -232,6 +248,19 @@ class Slot:
             self._host.lose(f"it doesn't come back from {op.record.route}")
             await asyncio.wait({call.task})
         self._host.apply(Released(op.command.op_id, self._clock.now()))
+
+    async def _settle(self, op: _Op, body: LoadLora | UnloadLora, call: EngineCall, outcome: Outcome) -> Outcome:
+        """A call about an adapter that failed, or was cut off, came to what the engine's own list says."""
+        assert outcome.fault is not None
+        if outcome.is_refused and not op.has_started:
+            return outcome
+        if not call.task.done():
+            self._host.apply(LoraUnsettled(body.name, body.revision))
+            return outcome
+        limit_s = self._config.undo_s
+        engine, host = lora_engine(self._engine), self._host
+        data, why = await settle(engine, body, outcome.fault, lambda: host.state, host.apply, limit_s)
+        return Outcome(data=data, fault=why)
 
     def _left_s(self, op: _Op) -> float:
         return max(0.0, op.command.expires_at - self._clock.now())
@@ -262,8 +291,17 @@ class Slot:
                 case Cleanup.LEAVE_GROUP:
                     await within(self._engine.leave_group(), config.undo_s, config.cancel_s, "leaving a group")
                     self._host.apply(GroupLeft())
-                case Cleanup.RESUME:
-                    await within(self._engine.resume(), config.undo_s, config.cancel_s, "resuming after a failed pause")
+                case WakeAgain(tags):
+                    await self._wake_again(tags)
+                case Cleanup.RESUME if not self._host.state.asleep and self._host.state.pause is None:
+                    await within(self._engine.resume(), config.undo_s, config.cancel_s, "resuming after a failure")
+
+    async def _wake_again(self, tags: frozenset[SleepTag]) -> None:
+        async def wake() -> None:
+            await sleeper(self._engine).wake_up(tags)
+
+        if await within(wake(), self._config.undo_s, self._config.cancel_s, "waking after a failed sleep"):
+            self._host.apply(Woke(tags))
 
     def _give_up_waiting(self, op: _Op) -> None:
         self._end(op, Outcome(fault=_not_let_go(op), is_refused=True))

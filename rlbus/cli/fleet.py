@@ -1,4 +1,4 @@
-"""Commands that ask the controller: workers, status, history, versions, pause, resume, flush, abort, update."""
+"""Commands that ask the controller: workers, status, history, versions, pause, sleep, flush, abort, update."""
 
 import contextlib
 import sys
@@ -12,9 +12,9 @@ from rlbus._conversation import ProgressHandler
 from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of, version_of
 from rlbus.cli.output import ExitCode, Output, exit_code_of_report
 from rlbus.cli.views import failure_text, present, show_history, show_report, show_status, show_workers
-from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, VERB_DEADLINE_S, FleetClient
+from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, SLEEP_DEADLINE_S, VERB_DEADLINE_S, FleetClient
 from rlbus.errors import ConfigError, DeadlineError
-from rlbus.schemas import FleetView, PauseMode, Report, Target
+from rlbus.schemas import FleetView, PauseMode, Report, SleepTag, Target
 
 # How long `--watch` waits for an event before it looks again anyway (ages grow).
 WATCH_S = 2.0
@@ -151,6 +151,68 @@ def abort(
         )
 
     _run_verb("abort", json, url, namespace, component, worker, verb)
+
+
+# Of `sleep` and `wake`.
+Tags = Annotated[
+    list[SleepTag] | None,
+    typer.Option("--tags", metavar="TAG", help="weights or kv_cache; may be repeated. [default: all]"),
+]
+
+
+def sleep(
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    tags: Tags = None,
+    level: Annotated[
+        int, typer.Option("--level", min=1, max=2, help="1 keeps the weights in host memory, 2 discards them.")
+    ] = 1,
+    mode: Annotated[
+        PauseMode, typer.Option(help="What happens to requests in flight: frozen, finished first, or ended.")
+    ] = PauseMode.ABORT,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Let the engines give their memory back.
+
+    They generate nothing until `rlbus wake`. If one fails, the others are woken again (not with --level 2).
+    """
+
+    async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
+        return await fleet.sleep(
+            target,
+            tags=tags or None,
+            level=level,
+            mode=mode,
+            deadline_s=_deadline(deadline, SLEEP_DEADLINE_S),
+            on_progress=on_progress,
+            check=False,
+        )
+
+    _run_verb("sleep", json, url, namespace, component, worker, verb)
+
+
+def wake(
+    url: Url = None,
+    namespace: Namespace = None,
+    component: Components = None,
+    worker: Workers = None,
+    tags: Tags = None,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Let the engines take their memory again.
+
+    Those that are awake then, and that nobody holds paused, generate.
+    """
+
+    async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
+        deadline_s = _deadline(deadline, SLEEP_DEADLINE_S)
+        return await fleet.wake(target, tags=tags or None, deadline_s=deadline_s, on_progress=on_progress, check=False)
+
+    _run_verb("wake", json, url, namespace, component, worker, verb)
 
 
 def versions(

@@ -16,6 +16,7 @@ from rlbus.schemas import (
     PausedData,
     PauseView,
     Report,
+    SleepData,
     WeightsData,
     WeightsState,
     WeightsView,
@@ -102,10 +103,12 @@ def warnings_of(member: MemberView, now: float, *, is_op_running: bool = False) 
         found.append("has UNKNOWN weights: nobody can say which, until an update")
     if weights.state is WeightsState.UPDATING and not is_op_running and member.status.op_id is None:
         found.append("has an update OPEN that nobody ends: the next full update or `rlbus update` heals it")
+    if member.status.asleep:
+        found.append(f"is ASLEEP: {', '.join(member.status.asleep)}; it generates nothing until `rlbus wake`")
     if pause is not None:
         held = f"is PAUSED by {pause.owner} ({pause.mode}) for {age(now - pause.since)}"
         found.append(f"{held}, {lease_text(pause, now)}")
-    elif member.status.generation is Generation.PAUSED:
+    elif member.status.generation is Generation.PAUSED and not member.status.asleep:
         found.append("is PAUSED, by nobody that rlbus knows of")
     if member.liveness in (Liveness.SUSPECT, Liveness.DEAD):
         found.append(f"is {member.liveness.value.upper()}: last heard of {age(member.age_s)} ago")
@@ -136,6 +139,8 @@ def _member_row(member: MemberView, now: float) -> Sequence[str]:
     if status.pause is not None:
         held = "hold" if status.pause.expires_at is None else "lease"
         generation = f"paused {age(now - status.pause.since)} ({held})"
+    if status.asleep:
+        generation = f"asleep ({', '.join(status.asleep)})"
     admitted = "yes" if member.admitted else f"no: {member.reason or 'not said why'}"
     return (
         member.worker,
@@ -181,6 +186,9 @@ def _result_text(outcome: WorkerOutcome) -> str:
         case PausedData(num_aborted=num_aborted, num_held=num_held):
             counts = [("ended", num_aborted), ("held", num_held)]
             return ", ".join(f"{count} {what}" for what, count in counts if count is not None)
+        case SleepData(asleep=asleep, num_bytes=num_bytes):
+            moved = "" if num_bytes is None else f", {num_bytes / 2**20:.1f} MiB"
+            return f"asleep: {', '.join(asleep) or 'nothing'}{moved}"
         case AbortedData(num_aborted=num_aborted):
             return f"{num_aborted} requests ended"
         case _:

@@ -91,6 +91,7 @@ def test_one_client_updates_a_mixed_fleet(up: dict[str, Any]) -> None:
         client.start_weight_update()
         client.update_weights({"step": 5})
         client.finish_weight_update("5")
+        assert client.report is not None
         assert client.report.version == Version(step=5)
         client.shutdown_weight_transfer_engine()
 

@@ -65,6 +65,7 @@ STATUS = s.WorkerStatus(
     term=4,
     num_refused_messages=5,
     work=s.WorkView(route="update_weights_from_distributed", since=1700000000.5, lease_s=30.0),
+    asleep=(s.SleepTag.KV_CACHE, s.SleepTag.WEIGHTS),
     loras=s.LorasView(ids=("policy@7",), capacity=4, num_draining=1, can_drain=False, can_hot_swap=True),
 )
 SHA = "0f" * 32
@@ -103,6 +104,8 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.ApplyUpdate(info='{"names":["a"]}', update_op_id="op-0"),
     s.FinishUpdate(version=V2, update_op_id="op-0"),
     s.GetChecksums(),
+    s.Sleep(tags=(s.SleepTag.WEIGHTS,), level=2, mode=s.PauseMode.KEEP),
+    s.WakeUp(tags=(s.SleepTag.WEIGHTS,)),
     s.LoadLora(name="policy", revision=7, checksum=SHA, source=OBJECT, hot_swap=True, evict_idle=True),
     s.UnloadLora(name="policy", revision=6, drain_s=30.0),
     s.GetLoras(),
@@ -114,6 +117,7 @@ DATA: tuple[s.ResultData, ...] = (
     s.ReceivedData(num_bytes=131200, num_tensors=2, sums=SUMS, receive_s=0.5, load_s=0.25),
     s.WeightsData(weights=WEIGHTS),
     s.ChecksumsData(algorithm="rlbus-1", sums=SUMS),
+    s.SleepData(asleep=(s.SleepTag.KV_CACHE,), num_bytes=131200, num_aborted=2),
     s.StatusData(descriptor=DESCRIPTOR, status=STATUS),
     s.OutcomeData(of_op_id="op-0", running=True, status=s.ResultStatus.FAILED, fault=FAULT),
     s.LorasData(
@@ -121,6 +125,7 @@ DATA: tuple[s.ResultData, ...] = (
         capacity=4,
         hot_swap=True,
         evicted=("policy@5",),
+        num_aborted=3,
         cause=FAULT,
     ),
 )
@@ -168,11 +173,22 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
         s.WorkerMessage,
         s.Announcement(boot_id="boot-1", seq=9, interval_s=5.0, descriptor=DESCRIPTOR, status=STATUS),
     ),
+    (
+        s.RoutesAnswer,
+        s.RoutesAnswer(
+            status="error", routes=("flush_cache",), system_url="http://w:1", world_size=2, method="x", message="no"
+        ),
+    ),
     (s.WorkerMessage, s.Goodbye(boot_id="boot-1", component="backend", instance_id="7", reason="scaled down")),
     (s.ControlRequest, s.PauseFleet(**ASKED, target=TARGET, mode=s.PauseMode.WAIT, clear_cache=False, lease_s=60.0)),
     (s.ControlRequest, s.ResumeFleet(**ASKED, target=TARGET, force=True)),
     (s.ControlRequest, s.FlushFleet(**ASKED, target=TARGET)),
     (s.ControlRequest, s.AbortFleet(**ASKED, target=TARGET, request_ids=("r1",))),
+    (
+        s.ControlRequest,
+        s.SleepFleet(**ASKED, target=TARGET, tags=(s.SleepTag.KV_CACHE,), level=2, mode=s.PauseMode.KEEP),
+    ),
+    (s.ControlRequest, s.WakeFleet(**ASKED, target=TARGET, tags=(s.SleepTag.KV_CACHE,))),
     (s.ControlRequest, s.GetVersions(**ASKED, target=TARGET)),
     (s.ControlRequest, s.GetFleet(**ASKED)),
     (s.ControlRequest, s.WaitReady(**ASKED, world_size=16, num_workers=8, target=TARGET)),
@@ -262,9 +278,10 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.WorkerEvent, s.GenerationPaused(**EVENT, mode="keep", owner="op-1", expires_at=1700000030.5)),
     (s.WorkerEvent, s.GenerationResumed(**EVENT, forced=True, lease_ended=True, owner="op-1")),
     (s.WorkerEvent, s.WeightsChanged(**EVENT, state=s.WeightsState.CLEAN, version=V2)),
+    (s.WorkerEvent, s.SleepChanged(**EVENT, asleep=(s.SleepTag.KV_CACHE,))),
     (s.WorkerEvent, s.LoraLoaded(**EVENT, name="policy", revision=7, checksum=SHA, hot_swap=True)),
     (s.WorkerEvent, s.LoraDraining(**EVENT, name="policy", revision=6)),
-    (s.WorkerEvent, s.LoraUnloaded(**EVENT, name="policy", revision=6)),
+    (s.WorkerEvent, s.LoraUnloaded(**EVENT, name="policy", revision=6, num_aborted=1)),
     (s.WorkerEvent, s.CommandRefused(**EVENT, fault=FAULT, route="pause_generation")),
     (s.ControllerEvent, s.WorkerJoined(at=1.5, component="backend", instance_id="7", boot_id="boot-1")),
     (s.ControllerEvent, s.WorkerLeft(at=1.5, component="backend", instance_id="7", reason="silent")),

@@ -27,6 +27,7 @@ from rlbus.schemas import (
     PauseMode,
     RankSpan,
     ReceivedData,
+    SleepTag,
     TensorSpec,
     TensorSum,
     Version,
@@ -52,11 +53,15 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the engine itself says now. `weight_version` is the engine's own label (None: it keeps none)."""
+    """What the engine itself says now. `weight_version` is the engine's own label (None: it keeps none).
+
+    `asleep` are the parts of its memory that sleep; while there is one, `generation` is paused.
+    """
 
     generation: Generation
     weight_version: str | None = None
     num_running: int | None = None
+    asleep: frozenset[SleepTag] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

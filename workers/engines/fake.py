@@ -25,6 +25,8 @@ from rlbus.schemas import (
     PauseMode,
     RankSpan,
     ReceivedData,
+    SleepData,
+    SleepTag,
     TensorSpec,
     TensorSum,
     Version,
@@ -32,9 +34,14 @@ from rlbus.schemas import (
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.fake_loras import DEFAULT_CAPACITY, FakeLoras, WithLoras
+from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
+from rlbus.workers.engines.fake_memory import FakeMemory
+from rlbus.workers.engines.fake_native import NATIVE_ROUTES, WithNative
 from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler
 from rlbus.workers.engines.fake_script import FakeScript, Step
-from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.engines.lora import LoraInfo
+from rlbus.workers.engines.sleep import in_order
 
 ROUTES = frozenset(
     {
@@ -46,9 +53,14 @@ ROUTES = frozenset(
         "update_weights_from_disk",
         "get_weight_checksums",
         "set_weight_version",
+        "sleep",
+        "wake_up",
+        *LORA_ROUTES,
         *NATIVE_ROUTES,
     }
 )
+# What it can do with adapters unless it is told otherwise.
+LORAS = LoraInfo(DEFAULT_CAPACITY, can_hot_swap=True)
 DEFAULT_TENSORS = (
     TensorSpec(name="embed.weight", dtype="float32", shape=(64, 16)),
     TensorSpec(name="layers.0.weight", dtype="float32", shape=(16, 16)),
@@ -58,12 +70,16 @@ DEFAULT_TENSORS = (
 # Calls that are remembered for tests to look at.
 MAX_CALLS = 1000
 CHECKPOINT = "fake_weights.json"
+# Bytes of the fake KV cache; the weights have as many as the tensors.
+KV_CACHE_BYTES = 1 << 20
+# What discarded weights hold.
+GARBAGE = Version(incarnation=0, step=-1)
 INITIAL = Version(incarnation=0, step=0)
 
 Feed = Callable[[ReceiveOrder], Awaitable[int | None]]
 
 
-class FakeEngine:
+class FakeEngine(WithLoras, WithNative):
     """A fake engine; see the module. `calls` has the verbs in the order of their begin, `violations` what went wrong.
 
     Args:
@@ -83,6 +99,7 @@ class FakeEngine:
         step_s: float = 0.01,
         completions_url: str | None = None,
         feed: Feed | None = None,
+        loras: LoraInfo = LORAS,
     ) -> None:
         self._feed = feed
         self._script = FakeScript() if script is None else script
@@ -106,7 +123,10 @@ class FakeEngine:
         self.is_closed = False
         # Set when a hanging call is to be let go.
         self._released = asyncio.Event()
-        self.requests = Scheduler(lambda: self._signature, step_s)
+        sizes = {SleepTag.WEIGHTS: sum(num_bytes(s) for s in self.tensors), SleepTag.KV_CACHE: KV_CACHE_BYTES}
+        self.memory = FakeMemory(sizes, self.violations.append)
+        self.requests = Scheduler(self._step_signature, step_s)
+        self.loras = FakeLoras(self.requests, loras)
 
     @property
     def info(self) -> EngineInfo:
@@ -128,7 +148,8 @@ class FakeEngine:
         await self._play("observe")
         generation = Generation.PAUSED if self.requests.is_paused else Generation.RUNNING
         label = None if self.label is None else str(self.label)
-        return Observed(generation, label, len(self.requests.running) + len(self.requests.waiting))
+        num_requests = len(self.requests.running) + len(self.requests.waiting)
+        return Observed(generation, label, num_requests, self.memory.asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`."""
@@ -138,6 +159,8 @@ class FakeEngine:
     async def resume(self) -> None:
         """See `Engine`."""
         await self._play("resume")
+        if self.memory.asleep:
+            self.violations.append(f"resume while {', '.join(in_order(self.memory.asleep))} sleeps")
         self.requests.resume()
 
     async def flush_cache(self) -> None:
@@ -246,58 +269,51 @@ class FakeEngine:
         await self._play("label_weights")
         self.label = version
 
-    async def init_native(self, info: dict[str, Any]) -> None:
-        """See `NativeEngine`. Any `info` will do."""
-        self.epoch, self.native_info = None, None
-        await self._play("init_native")
-        self.native_info = info
-
-    async def shutdown_native(self) -> None:
-        """See `NativeEngine`."""
-        self._note("shutdown_native")
-        self.native_info, self.is_native_open = None, False
-        self._released.set()
-
-    async def start_native(self) -> None:
-        """See `NativeEngine`."""
-        await self._play("start_native")
-        self.is_native_open = True
-
-    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """See `NativeEngine`. Each item brings the bytes of version 0.`step` for the tensors in `names`, or all."""
-        step = self._note("update_native")
-        await asyncio.sleep(step.latency_s)
-        if self.native_info is None or not self.is_native_open:
-            raise UpdateFailedError(_failed("no transfer was begun"), weights_touched=False)
-        if not self.requests.is_paused:
-            self.violations.append("update_native while running")
-        self._released.clear()
-        for item in info if isinstance(info, list) else [info]:
-            names = item.get("names", [spec.name for spec in self.tensors])
-            for index, spec in enumerate(spec for spec in self.tensors if spec.name in names):
-                if index == step.after_parts:
-                    await self._spoil(step, is_touched=index > 0)
-                self._write(spec, Version(step=item["step"]))
-
-    async def finish_native(self, version: Version) -> None:
-        """See `NativeEngine`."""
-        step = self._note("finish_native")
-        if step.fault is not None:
-            raise UpdateFailedError(step.fault, step.claims_touched is not False)
-        self.is_native_open, self.label = False, version
-
     async def checksums(self) -> ChecksumsData:
         """See `Engine`."""
         await self._play("checksums")
+        self.memory.touch(SleepTag.WEIGHTS, "checksums")
         return ChecksumsData(algorithm="fake", sums=tuple(self._sum(spec, None) for spec in self.tensors))
+
+    @property
+    def sleep_tags(self) -> frozenset[SleepTag]:
+        """See `SleepEngine`."""
+        return self.memory.tags
+
+    async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
+        """See `SleepEngine`. Fails, if told to, when the memory is gone."""
+        step = self._note("sleep")
+        await asyncio.sleep(step.latency_s)
+        paused = await self.requests.pause(mode, clear_cache=True)
+        num_freed = self.memory.sleep(tags, level)
+        if self.memory.is_discarded:
+            self.held = dict.fromkeys(self.held, GARBAGE)
+            self._signature = self._sign()
+        if step.fault is not None:
+            raise error_from_fault(step.fault)
+        await self._deviate(step)
+        asleep = in_order(self.memory.asleep)
+        return SleepData(asleep=asleep, num_bytes=num_freed, num_aborted=paused.num_aborted)
+
+    async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
+        """See `SleepEngine`. Fails, if told to, before anything has woken."""
+        await self._play("wake_up")
+        num_taken = self.memory.wake(tags)
+        return SleepData(asleep=in_order(self.memory.asleep), num_bytes=num_taken)
 
     # --- beyond the seam, for tests and simulations
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], num_tokens: int, on_token: Callable[[], None] | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        on_token: Callable[[], None] | None = None,
+        model: str | None = None,
     ) -> FakeRequest:
-        """Take a request, as its OpenAI route would."""
-        return self.requests.submit(request_id, prompt, num_tokens, on_token)
+        """Take a request, as its OpenAI route would; `model` may name an adapter. Raises UnknownModelError."""
+        adapter = None if model is None else self.loras.choose(model, self._info.model)
+        return self.requests.submit(request_id, prompt, num_tokens, on_token, adapter)
 
     @staticmethod
     def save(folder: Path, version: Version) -> None:
@@ -321,13 +337,16 @@ class FakeEngine:
         """Count a call; the step that is scripted for it."""
         if self._is_dead:
             raise _dead()
-        self.calls.append(verb)
+        if verb != "list_loras":  # a question, which nobody counts
+            self.calls.append(verb)
         self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
         return self._script.step(verb, self._num_calls[verb])
 
     async def _play(self, verb: str) -> None:
         """A call without bytes: latency, then what is scripted."""
-        step = self._note(verb)
+        await self._play_step(self._note(verb))
+
+    async def _play_step(self, step: Step) -> None:
         if step.latency_s:
             await asyncio.sleep(step.latency_s)
         if step.fault is not None:
@@ -409,8 +428,18 @@ class FakeEngine:
     def _write(self, spec: TensorSpec, version: Version) -> None:
         if self.requests.is_in_step:
             self.violations.append(f"{spec.name} was written during a step")
+        self.memory.touch(SleepTag.WEIGHTS, f"{spec.name} was written")
         self.held[spec.name] = version
+        self.memory.is_discarded = GARBAGE in self.held.values()
         self._signature = self._sign()
+
+    def _step_signature(self) -> str:
+        """What a step generates with: it reads weights and writes KV entries."""
+        self.memory.touch(SleepTag.WEIGHTS, "a step")
+        self.memory.touch(SleepTag.KV_CACHE, "a step")
+        if self.memory.is_discarded:
+            self.violations.append("a step on discarded weights")
+        return self._signature
 
     def _sign(self) -> str:
         text = "|".join(str(version) for version in self.held.values())

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from rlbus.errors import ClosedError, DeadlineError
 from rlbus.schemas import Fault, FaultCode, Result
-from rlbus.workers.system.calls import STATUS_OF, CallError, Endpoint, OpError, Provider, Shape, read_call
+from rlbus.workers.system.calls import OP_ID, STATUS_OF, CallError, Endpoint, OpError, Provider, Shape, read_call
 
 _log = logging.getLogger("rlbus.workers")
 T = TypeVar("T")
@@ -126,8 +126,8 @@ class _Path:
         if response is None:
             _log.info("%s went away before %s was done", call.caller, request.url.path)
             return Response(status_code=GONE)
-        if call.op_ids:
-            response.headers["x-rlbus-op-id"] = call.op_ids[0]
+        if call.has_op:
+            response.headers[OP_ID] = call.name
         return response
 
 

@@ -6,7 +6,7 @@ or a fault, which the surface puts into its own shape; every mutation is logged 
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -30,6 +30,8 @@ DEFAULT_LIMIT_S = 300.0
 # works for longer renews it by pausing again.
 DEFAULT_LEASE_S = 600.0
 MAX_CALLER_CHARS = 128
+# Less than an op_id may have: the ops of one call that go with the main one have a suffix.
+MAX_OP_ID_CHARS = 48
 
 # Headers that any caller may send. An op_id makes a repeat join the first.
 OP_ID = "x-rlbus-op-id"
@@ -103,8 +105,15 @@ class Call:
     op_id: str | None = None
     lease_s: float = DEFAULT_LEASE_S
     limit_s: float = DEFAULT_LIMIT_S
-    # The ops that this call has made, in order.
-    op_ids: list[str] = field(default_factory=list)
+    # Whether this call has made ops; they are named after `name`.
+    has_op: bool = False
+
+    @property
+    def name(self) -> str:
+        """The op_id of this call's main op."""
+        if self.op_id is None:
+            self.op_id = self.agent.new_op_id()
+        return self.op_id
 
     def json(self) -> dict[str, Any]:
         """The body as an object; no body is an empty one.
@@ -130,31 +139,26 @@ class Call:
         """
         return convert(self.json(), as_type)
 
-    async def submit(self, body: CommandBody, *, op_id: str | None = None, lease_s: float | None = None) -> Result:
-        """Have the agent do it; the result, whatever it is. The first op of a call has the caller's op_id, if any.
+    async def submit(self, body: CommandBody, part: str | None = None) -> Result:
+        """Have the agent do it; the result, whatever it is. The main op has the call's name, any other is a `part`.
 
         Cancel: the op goes on (`Entrance.submit`).
         """
-        agent = self.agent
-        used = op_id or (self.op_id if not self.op_ids else None) or agent.new_op_id()
-        self.op_ids.append(used)
+        used = self.name if part is None else f"{self.name}-{part}"
+        self.has_op = True
         if is_mutation(body):
             _log.info("%s asks for %s (op %s)", self.caller, route_of(body), used)
-        return await agent.entrance.submit(
-            body,
-            caller=self.caller,
-            lease_s=self.lease_s if lease_s is None else lease_s,
-            op_id=used,
-            limit_s=self.limit_s,
+        return await self.agent.entrance.submit(
+            body, caller=self.caller, lease_s=self.lease_s, op_id=used, limit_s=self.limit_s
         )
 
-    async def do(self, body: CommandBody, **given: Any) -> Result:
+    async def do(self, body: CommandBody, part: str | None = None) -> Result:
         """The same for a handler that can go on only if it went well.
 
         Raises:
-            FaultError: it was refused, or failed. Cancel: see `submit`.
+            OpError: it was refused, or failed. Cancel: see `submit`.
         """
-        result = await self.submit(body, **given)
+        result = await self.submit(body, part)
         if result.status is not ResultStatus.OK:
             raise OpError(result)
         return result
@@ -204,8 +208,8 @@ async def read_call(request: Request, agent: Agent) -> Call:
     """
     headers = request.headers
     op_id = headers.get(OP_ID)
-    if op_id is not None and not is_token(op_id):
-        raise CallError(400, "Invalid header", f"{OP_ID}: use 1 to 64 of A-Z a-z 0-9 _ -")
+    if op_id is not None and not (is_token(op_id) and len(op_id) <= MAX_OP_ID_CHARS):
+        raise CallError(400, "Invalid header", f"{OP_ID}: use 1 to {MAX_OP_ID_CHARS} of A-Z a-z 0-9 _ -")
     return Call(
         request=request,
         agent=agent,

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlbus._http_server import base_url
@@ -21,6 +21,7 @@ from rlbus.workers.config import AgentConfig, Identity
 from rlbus.workers.ledger import opened
 from rlbus.workers.supervisor.beats import Beats
 from rlbus.workers.vllm_server.probe import Probe
+from rlbus.workers.vllm_server.surface import is_wanted, mount, token_of
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -54,6 +55,9 @@ class WorkerEnv:
     run_dir: str | None = None
     # A supervisor restarts the server when it ends.
     is_supervised: bool = False
+    # Of the HTTP surface; and whether there is to be one.
+    token: str | None = field(default=None, repr=False)
+    has_surface: bool = True
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> "WorkerEnv | None":
@@ -71,6 +75,8 @@ class WorkerEnv:
             advertise_host=environ.get(ADVERTISE_HOST) or None,
             run_dir=environ.get(RUN_DIR) or None,
             is_supervised=environ.get(SUPERVISED) == "1",
+            token=token_of(environ),
+            has_surface=is_wanted(environ),
         )
 
 
@@ -84,6 +90,8 @@ class Attachment:
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._agent: Any = None
+        self._is_mounted = False
+        self._system_url: str | None = None
         # Under a supervisor: signs of life to it.
         self._beats = Beats.from_env(os.environ)
 
@@ -106,7 +114,10 @@ class Attachment:
         return cls(llm, args, env)
 
     def start(self, app: Any) -> None:
-        """Begin to run the agent, on the running loop."""
+        """Begin to run the agent, on the running loop; before the server takes its first request."""
+        env = self._env
+        num_servers = self._llm.vllm_config.parallel_config._api_process_count
+        self._is_mounted = env.has_surface and mount(app, self._args, env.token, num_servers, lambda: self._agent)
         self._task = asyncio.get_running_loop().create_task(self._run(app))
 
     async def aclose(self) -> None:
@@ -129,7 +140,9 @@ class Attachment:
         who = f"{identity.component}/{identity.instance_id}"
         try:
             await self._until_listening(app)
-            engine = VllmEngine(self._llm, completions_url=self._url(app), run_dir=self._env.run_dir)
+            url = self._url(app)
+            self._system_url = url if self._is_mounted else None
+            engine = VllmEngine(self._llm, completions_url=url, run_dir=self._env.run_dir)
             probe = Probe(engine)
             tasks = [asyncio.ensure_future(probe.run())]
             if self._beats is not None:
@@ -181,6 +194,7 @@ class Attachment:
                 config=self._env.agent,
                 ledger=ledger,
                 before=self._agent,
+                system_url=self._system_url,
             )
             _log.info("rlbus: worker %s of namespace %s is on %s", who, config.namespace, config.url)
             await self._host(agent, engine)

@@ -81,7 +81,7 @@ class EndpointPlugin:
         self._attachment: Attachment | None = None
 
     def attach_router(self, app: Any) -> None:
-        """Called while the application is built. No routes: its life span is what the agent lives in."""
+        """Called while the application is built. Its life span is what the agent lives in; routes come with that."""
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager

@@ -70,6 +70,7 @@ CLASS_OF_CODE = {
     FaultCode.NOT_RECORDED: errors.RefusedError,
     FaultCode.BUSY: errors.BusyError,
     FaultCode.WRONG_STATE: errors.WrongStateError,
+    FaultCode.ASLEEP: errors.AsleepError,
     FaultCode.DIRTY: errors.WrongStateError,
     FaultCode.VERSION_REGRESSION: errors.VersionRegressionError,
     FaultCode.MANIFEST_UNKNOWN: errors.ManifestError,
