@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,33 @@ def test_a_fleet_is_found_paused_and_resumed(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
     found = client.get("/v1/rl/workers").json()
     assert [(r["instance_id"], r["world_size"]) for r in found["workers"]] == [(1, 1), (18446744073709551615, 2)]
+    for row in found["workers"]:
+        assert httpx.get(f"{row['system_url']}/live", trust_env=False).status_code == 200
     assert client.get("/get_world_size").json() == {"world_size": 3}
     assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
     assert client.get("/is_paused").json() == {"is_paused": True}
     assert client.post("/resume").json() == {"status": "resumed"}
     assert client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_worker_that_does_not_answer_has_an_error_before_its_heartbeats_are_missed(
+    client: httpx.Client, started: list[Process]
+) -> None:
+    """SCENARIOS 16: it stays in the list, with nothing to call; and is back when it answers again."""
+    worker = started[2].popen
+    worker.send_signal(signal.SIGSTOP)
+    try:
+        [one, two] = client.get("/v1/rl/workers").json()["workers"]
+    finally:
+        worker.send_signal(signal.SIGCONT)
+    assert "error" not in one
+    assert "doesn't answer within 2 s" in two["error"]
+    assert (two["routes"], "system_url" in two, two["instance_id"]) == ([], False, 18446744073709551615)
+    for _ in range(50):  # the last probe counts for a second
+        if all("error" not in row for row in client.get("/v1/rl/workers").json()["workers"]):
+            return
+        time.sleep(0.2)
+    raise AssertionError("it isn't back")
 
 
 def test_a_standby_answers_as_the_leader(up: dict[str, str], started: list[Process]) -> None:

@@ -89,23 +89,39 @@ def run(script: str, *argv: str, **env: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def fleet_of(url: str) -> tuple[int, str]:
+    """The step that the fleet is at, and where its one torch worker serves completions."""
+    env = {**os.environ, "RLBUS_URL": url, "RLBUS_NAMESPACE": "default"}
+    command = [sys.executable, "-m", "rlbus", "status", "--json"]
+    asked = subprocess.run(command, env=env, capture_output=True, timeout=60, check=True)
+    fleet = json.loads(asked.stdout)
+    [member] = [m for m in fleet["members"] if m["descriptor"]["component"] == "backend"]
+    return 0 if fleet["version"] is None else fleet["version"][1], member["descriptor"]["completions_url"]
+
+
 def test_the_orchestrator_of_prime_rl_needs_nothing_but_http(
     document: dict[str, str], model: Path, weights: Path
 ) -> None:
     """Discovery, pause, a folder, resume; the fleet is at the next versions then, whatever it had before."""
-    env = {**os.environ, "RLBUS_URL": document["url"], "RLBUS_NAMESPACE": "default"}
-    asked = subprocess.run(
-        [sys.executable, "-m", "rlbus", "status", "--json"], env=env, capture_output=True, timeout=60, check=True
-    )
-    fleet = json.loads(asked.stdout)
-    before = 0 if fleet["version"] is None else fleet["version"][1]
-    [member] = [m for m in fleet["members"] if m["descriptor"]["component"] == "backend"]
-    completions = member["descriptor"]["completions_url"]
+    before, completions = fleet_of(document["url"])
     assert run("prime_rl_like.py", document["http_url"], str(model), str(weights), completions) == [
         "1 workers with 1 ranks are ready",
         f"step 1: 2 rollouts; the fleet is at 0.{before + 1}",
         f"step 2: 2 rollouts; the fleet is at 0.{before + 2}",
     ]
+
+
+def test_the_orchestrator_of_nemo_rl_refits_while_workers_generate(
+    document: dict[str, str], model: Path, weights: Path
+) -> None:
+    """Dynamo's discovery, and its routes on the workers' own addresses; the fleet knows of it all the same."""
+    before, completions = fleet_of(document["url"])
+    assert run("nemo_rl_like.py", document["http_url"], str(model), str(weights), completions) == [
+        "1 workers with 1 ranks are ready",
+        f"step {before + 1}: refitted paused; 64 tokens",
+        f"step {before + 2}: refitted while it generated; 64 tokens",
+    ]
+    assert fleet_of(document["url"])[0] == before + 2
 
 
 def test_the_custom_engine_is_paused_and_resumed_and_refuses_the_rest(url: str) -> None:
