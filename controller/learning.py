@@ -22,6 +22,9 @@ from rlbus.schemas import (
     Result,
     ResultStatus,
     ResumeGeneration,
+    Sleep,
+    SleepData,
+    WakeUp,
     WeightsData,
     WeightsState,
     WeightsView,
@@ -62,6 +65,8 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
         case CommitWeights() | LoadWeights():
             weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
             return change(status, weights=weights)
+        case Sleep() | WakeUp() if isinstance(result.data, SleepData):
+            return change(status, asleep=result.data.asleep)
         case GetVersion() | FinishUpdate() if isinstance(result.data, WeightsData):
             return change(status, weights=result.data.weights)
         case _:

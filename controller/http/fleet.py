@@ -17,9 +17,10 @@ from rlbus.client import as_pause_mode
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import BadRequestError
 from rlbus.controller.http.calls import MAX_LIMIT_S, Calls, answered, done
+from rlbus.controller.http.memory import QUESTION_S, MemoryRoutes, living
 from rlbus.controller.http.native import NativeRoutes, NoBody
-from rlbus.errors import NoWorkerError, PartialError
-from rlbus.schemas import AbortedData, Fault, FaultCode, Generation, Liveness, MemberView, Report
+from rlbus.errors import PartialError
+from rlbus.schemas import AbortedData, FaultCode, Generation, Report
 
 # How long a pause over HTTP holds unless the caller says otherwise, in seconds. Longer than an update of a large model
 # takes; a dead orchestrator must not leave the fleet paused for ever.
@@ -32,7 +33,6 @@ RESUME_S = 60.0
 FLUSH_S = 60.0
 ABORT_S = 30.0
 UPDATE_S = 7200.0
-QUESTION_S = 10.0
 
 
 class AbortBody(msgspec.Struct):
@@ -72,6 +72,7 @@ class FleetRoutes:
             Route("/get_world_size", answered("get the world size", self._world_size), methods=["GET"]),
             Route("/weight_info", answered("get the weight version", self._weight_info), methods=["GET"]),
             *self._native.routes(),
+            *MemoryRoutes(self._calls).routes(),
         ]
 
     # -- verbs --------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class FleetRoutes:
 
     async def _is_paused(self, request: Request) -> Response:
         reading.check_query(request.query_params, {"component"}, {"component"})
-        members = await self._living(request)
+        members = await living(self._calls, request)
         # Who asks wants to know whether all stand still: one that runs means no.
         is_paused = all(m.status.generation is Generation.PAUSED for m in members)
         return JSONResponse({"is_paused": is_paused})
@@ -158,7 +159,7 @@ class FleetRoutes:
         if not reading.flag(request.query_params, "include_dp", True):
             problem = "include_dp=false isn't served: a worker's world size here is that of all of its ranks"
             raise BadRequestError(problem, "include_dp", HTTPStatus.NOT_IMPLEMENTED)
-        members = await self._living(request)
+        members = await living(self._calls, request)
         return JSONResponse({"world_size": sum(m.descriptor.world_size for m in members)})
 
     async def _weight_info(self, request: Request) -> Response:
@@ -166,17 +167,6 @@ class FleetRoutes:
         view = await self._calls.client().status(deadline_s=QUESTION_S)
         # "default" is what vLLM says of weights that no update has named.
         return JSONResponse({"weight_version": "default" if view.version is None else str(view.version)})
-
-    async def _living(self, request: Request) -> list[MemberView]:
-        components = reading.components_of(request.query_params)
-        view = await self._calls.client().status(deadline_s=QUESTION_S)
-        there = (Liveness.ALIVE, Liveness.SUSPECT)
-        members = [m for m in view.members if m.liveness in there]
-        if components is not None:
-            members = [m for m in members if m.descriptor.component in components]
-        if not members:
-            raise NoWorkerError(Fault(code=FaultCode.NO_WORKER, message="no worker is there", retryable=True))
-        return members
 
 
 def _lease_of(request: Request) -> float | None:
