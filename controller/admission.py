@@ -182,8 +182,11 @@ def check_update(
 
 def reload_version(registry: Registry, request: ReloadFleet) -> Version:
     """The version that a reload gives: the one asked for, else the fleet's next step."""
-    if request.version is not None:
-        return request.version
+    return next_version(registry) if request.version is None else request.version
+
+
+def next_version(registry: Registry) -> Version:
+    """The step after the fleet's; the first one of a fleet that has none."""
     fleet = registry.version
     return Version(step=1) if fleet is None else Version(incarnation=fleet.incarnation, step=fleet.step + 1)
 

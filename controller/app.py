@@ -5,7 +5,8 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from rlbus.bus import Bus
 from rlbus.config import BusConfig
@@ -13,6 +14,9 @@ from rlbus.connecting import connect_bus, open_kv
 from rlbus.controller.reign import announce, reign
 from rlbus.controller.service import Controller, Settings
 from rlbus.schemas import Lease
+
+if TYPE_CHECKING:
+    from rlbus.controller.http.config import HttpConfig
 
 # What closing the connection may take beside stopping the ops, in seconds. Source: rlbus._transport, `aclose`.
 CLOSE_S = 5.0
@@ -26,6 +30,8 @@ async def serve(
     on_ready: Callable[[Controller], None] | None = None,
     on_standby: Callable[[Lease], None] | None = None,
     is_single: bool = False,
+    http: "HttpConfig | None" = None,
+    on_http: Callable[[str], None] | None = None,
 ) -> None:
     """Run a controller of `config.namespace` until SIGTERM, SIGINT, or `stop` is set.
 
@@ -33,14 +39,18 @@ async def serve(
     update is undone like any cancelled one. All of the stop takes at most `settings.stop_s` + CLOSE_S. A second signal
     drops what is being undone. `on_ready` is called once requests are taken, each time that it begins to lead.
     `is_single`: without lease and journal, for a server without JetStream; nobody checks that it is the only one.
+    `http`: also listen there; `on_http` is told the base URL, before anything else. None: no HTTP.
 
     Raises:
         BrokenError: no server, wrong credentials, or no answer within `config.connect_s`.
-        ConfigError: a setting is wrong, or the server has no JetStream.
+        ConfigError: a setting is wrong, the server has no JetStream, or `http` can't listen where it is told to.
     Cancel: stops as a signal does.
     """
     stopping = asyncio.Event() if stop is None else stop
-    async with await connect_bus(config, name="rlbus-controller") as bus:
+    async with (
+        await connect_bus(config, name="rlbus-controller") as bus,
+        _http_side(bus, config.namespace, http, on_http),
+    ):
         if is_single:
             serving = _serve_single(bus, config.namespace, settings, on_ready)
         else:
@@ -65,6 +75,21 @@ async def serve(
                 await asyncio.wait({running, waiting})
     if not running.cancelled():
         running.result()  # what broke it, for whoever started it
+
+
+@contextlib.asynccontextmanager
+async def _http_side(
+    bus: Bus, namespace: str, http: "HttpConfig | None", on_http: Callable[[str], None] | None
+) -> AsyncIterator[None]:
+    if http is None:
+        yield
+        return
+    from rlbus.controller.http.app import serving  # not for those who want none: it costs a web framework
+
+    async with serving(bus, namespace, http) as url:
+        if on_http is not None:
+            on_http(url)
+        yield
 
 
 async def _serve_single(

@@ -10,6 +10,7 @@ from rlbus.schemas import (
     CommandBody,
     CommitWeights,
     DestroyGroup,
+    FinishUpdate,
     Generation,
     GetVersion,
     InitGroup,
@@ -21,6 +22,9 @@ from rlbus.schemas import (
     Result,
     ResultStatus,
     ResumeGeneration,
+    Sleep,
+    SleepData,
+    WakeUp,
     WeightsData,
     WeightsState,
     WeightsView,
@@ -61,7 +65,9 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
         case CommitWeights() | LoadWeights():
             weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
             return change(status, weights=weights)
-        case GetVersion() if isinstance(result.data, WeightsData):
+        case Sleep() | WakeUp() if isinstance(result.data, SleepData):
+            return change(status, asleep=result.data.asleep)
+        case GetVersion() | FinishUpdate() if isinstance(result.data, WeightsData):
             return change(status, weights=result.data.weights)
         case _:
             return status

@@ -24,6 +24,7 @@ from rlbus.controller.registry import Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
 from rlbus.controller.sleep_verb import SleepVerb, asleep
 from rlbus.controller.succession import Succession
+from rlbus.controller.transfers import ROUTES, Transfers
 from rlbus.controller.update import UpdateRun
 from rlbus.controller.update_state import Group, Plan
 from rlbus.controller.verbs import FleetVerb
@@ -54,6 +55,7 @@ from rlbus.schemas import (
     SleepFleet,
     TensorSpec,
     TensorSum,
+    TransferFleet,
     UpdateWeights,
     Version,
     WaitReady,
@@ -123,6 +125,7 @@ class Controller:
         self._catch_ups = CatchUps(
             bus, self.registry, self._desk, lambda request: self._begin_verb(request, Message("", b""), CATCH_UP)
         )
+        self._transfers = Transfers(self._line, self.registry)
         self._giving_way = GivingWay(bus, self._desk, self._on_control)
         self._book = ManifestBook()
         # Pages of the manifest that was used last, cut once.
@@ -244,6 +247,8 @@ class Controller:
                 self._wait_ready(request, message)
             case UpdateWeights():
                 self._begin_update(request, message)
+            case TransferFleet():
+                self._begin_transfer(request, message)
             case _:
                 self._begin_verb(request, message, op)
 
@@ -402,6 +407,28 @@ class Controller:
             held = [c.worker for c in plan.candidates if c.is_held]
             version, epoch = request.version, plan.next_epoch
             record = self._succession.record(request, op.name, members, held=held, version=version, epoch=epoch)
+        self._desk.begin(op, message.reply, work, is_mutation=True, record=record)
+
+    def _begin_transfer(self, request: TransferFleet, message: Message) -> None:
+        if self._is_handled(request, message, is_mutation=True):
+            return
+        members = self.registry.addressable(request.target)
+        problem = self._transfers.problem(request, members)
+        if problem is not None:
+            self._refuse(message, request.op_id, problem)
+            return
+        name = ROUTES[request.step]
+        op = Op(self._bus, self.namespace, request, name)
+
+        async def work(_: Running) -> Report:
+            report, version = await self._transfers.run(op, request, members)
+            if version is not None:
+                self._committed(version, request)
+            return report
+
+        record: Record | None = None
+        if self._succession is not None:
+            record = self._succession.record(request, name, members, held=admission.held(members))
         self._desk.begin(op, message.reply, work, is_mutation=True, record=record)
 
     def _committed(self, version: Version, request: MutationRequest, sums: Sequence[TensorSum] = ()) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rlbus.server import EmbeddedServer
     from rlbus.session import Session, connect
     from rlbus.sync import Trainer
+    from rlbus.sync_client import BusWeightSyncClient
     from rlbus.trainer import Trainer as AsyncTrainer
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Trainer",
     "AsyncTrainer",
     "UpdateReport",
+    "BusWeightSyncClient",
     # Connection and fleet
     "connect",
     "Session",
@@ -98,6 +100,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Trainer": ("rlbus.sync", "Trainer"),
     "AsyncTrainer": ("rlbus.trainer", "Trainer"),
     "UpdateReport": ("rlbus.reports", "UpdateReport"),
+    "BusWeightSyncClient": ("rlbus.sync_client", "BusWeightSyncClient"),
     "connect": ("rlbus.session", "connect"),
     "Session": ("rlbus.session", "Session"),
     "FleetClient": ("rlbus.client", "FleetClient"),

@@ -47,6 +47,8 @@ from rlbus.schemas import (
     SleepFleet,
     SleepTag,
     Target,
+    TransferFleet,
+    TransferStep,
     Version,
     WaitReady,
     WakeFleet,
@@ -59,6 +61,8 @@ SLEEP_DEADLINE_S = 120.0
 VERB_DEADLINE_S = 30.0
 QUESTION_DEADLINE_S = 10.0
 RELOAD_DEADLINE_S = 600.0
+# A step of another trainer's update: forming a group, or receiving a large model over it.
+TRANSFER_DEADLINE_S = 1800.0
 READY_DEADLINE_S = 300.0
 # Events that may wait in a watcher before it counts as too slow and is ended with BrokenError.
 MAX_QUEUED_EVENTS = 4096
@@ -305,6 +309,35 @@ class FleetClient:
             version=version,
             pause_mode=as_pause_mode(pause_mode),
             allow_rollback=allow_rollback,
+        )
+        return await self._run(request, on_progress, check)
+
+    async def transfer(
+        self,
+        step: TransferStep | str,
+        info: str | None = None,
+        target: Target = EVERYBODY,
+        *,
+        version: Version | None = None,
+        pause_mode: PauseMode | str = PauseMode.KEEP,
+        deadline_s: float = TRANSFER_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """One step of an update that another trainer drives; see `rlbus.schemas.TransferFleet`, and `sync_client`.
+
+        Raises, Cancel: see pause. Of an update that is cancelled, who has received is torn until the next one.
+        """
+        request = TransferFleet(
+            op_id=self._op_id(op_id),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            step=TransferStep(step),
+            info=info,
+            version=version,
+            target=target,
+            pause_mode=as_pause_mode(pause_mode),
         )
         return await self._run(request, on_progress, check)
 

@@ -16,26 +16,26 @@ _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
-def encode(message: Wire) -> bytes:
-    """JSON bytes of a message.
+def encode(message: Wire, limit_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+    """JSON bytes of a message. Only what stays in this process may have another limit.
 
     Raises:
-        PayloadTooLargeError: over MAX_MESSAGE_BYTES. Split it (a manifest), or send less.
+        PayloadTooLargeError: over `limit_bytes`. Split it (a manifest), or send less.
     """
     data = _encoder.encode(message)
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise PayloadTooLargeError(type(message).__name__, len(data), MAX_MESSAGE_BYTES)
+    if len(data) > limit_bytes:
+        raise PayloadTooLargeError(type(message).__name__, len(data), limit_bytes)
     return data
 
 
-def decode(data: bytes, as_type: type[T] | Any, subject: str) -> T:
+def decode(data: bytes, as_type: type[T] | Any, subject: str, limit_bytes: int = MAX_MESSAGE_BYTES) -> T:
     """Parse `data` as `as_type` (a Struct or a union of tagged Structs).
 
     Raises:
-        DecodeError: it doesn't parse, or is over MAX_MESSAGE_BYTES; names the subject, the type and the field.
+        DecodeError: it doesn't parse, or is over `limit_bytes`; names the subject, the type and the field.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise DecodeError(subject, _name(as_type), f"{len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES}")
+    if len(data) > limit_bytes:
+        raise DecodeError(subject, _name(as_type), f"{len(data)} bytes, over the limit of {limit_bytes}")
     decoder = _decoders.get(as_type)
     if decoder is None:
         decoder = _decoders[as_type] = msgspec.json.Decoder(as_type)

@@ -7,16 +7,13 @@ import enum
 
 import msgspec
 
-from rlbus.schemas.base import Wire
+from rlbus.schemas.base import Data, Wire
 from rlbus.schemas.faults import Fault
 from rlbus.schemas.ids import BootId, InstanceId, OpId, Token
+from rlbus.schemas.loras import LorasData
 from rlbus.schemas.membership import Descriptor, WorkerStatus
 from rlbus.schemas.sleeping import SleepTag
 from rlbus.schemas.weights import TensorSum, WeightsView
-
-
-class Data(Wire, frozen=True, kw_only=True, tag_field="type"):
-    """Base of what a result can carry."""
 
 
 class PausedData(Data, frozen=True, kw_only=True, tag="paused"):
@@ -104,6 +101,7 @@ ResultData = (
     | SleepData
     | StatusData
     | OutcomeData
+    | LorasData
 )
 
 

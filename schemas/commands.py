@@ -4,16 +4,14 @@ Published on `dyn.<ns>.<component>.rl.<route>` (to every worker of a component) 
 `route` tag of the body equals the route token of the subject. Names of routes that Dynamo also has are Dynamo's.
 """
 
-from rlbus.schemas.base import Wire
+from rlbus.schemas.base import Body, Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
+from rlbus.schemas.loras import GetLoras, LoadLora, UnloadLora
+from rlbus.schemas.native import ApplyUpdate, FinishUpdate, InitTransfer, ShutdownTransfer, StartUpdate
 from rlbus.schemas.pausing import PauseMode
 from rlbus.schemas.sleeping import Sleep, WakeUp
 from rlbus.schemas.weights import ManifestPage, Version
-
-
-class Body(Wire, frozen=True, kw_only=True, tag_field="route"):
-    """Base of command bodies; each subclass is tagged with its route."""
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="hello"):
@@ -158,6 +156,16 @@ class GetVersion(Body, frozen=True, kw_only=True, tag="get_weight_version"):
     """Ask for the weights' state and version. Answered with `WeightsData`."""
 
 
+class SetVersion(Body, frozen=True, kw_only=True, tag="set_weight_version"):
+    """Say which version the weights are that the worker has: for orchestrators that name them after an update.
+
+    Refused unless the weights are clean, and no older than what is served unless `allow_rollback`. Nothing is loaded.
+    """
+
+    version: Version
+    allow_rollback: bool = False
+
+
 class GetChecksums(Body, frozen=True, kw_only=True, tag="get_weight_checksums"):
     """Ask the engine for checksums of what it holds now. Answered with `ChecksumsData`."""
 
@@ -181,9 +189,18 @@ CommandBody = (
     | PrepareReload
     | LoadWeights
     | GetVersion
+    | SetVersion
+    | InitTransfer
+    | ShutdownTransfer
+    | StartUpdate
+    | ApplyUpdate
+    | FinishUpdate
     | GetChecksums
     | Sleep
     | WakeUp
+    | LoadLora
+    | UnloadLora
+    | GetLoras
 )
 
 

@@ -190,6 +190,31 @@ class SenderSignal(Request, frozen=True, kw_only=True, tag="sender"):
     fault: Fault | None = None
 
 
+class TransferStep(enum.StrEnum):
+    """The steps of an update that somebody else's trainer drives, as `rlbus.schemas.native` has them."""
+
+    INIT = "init"
+    START = "start"
+    UPDATE = "update"
+    FINISH = "finish"
+    SHUTDOWN = "shutdown"
+
+
+class TransferFleet(Request, frozen=True, kw_only=True, tag="transfer"):
+    """One step of an update in the words of vLLM's weight transfer, on every worker.
+
+    `info` (init, update) is JSON as one server would be given it: a `rank_offset` in it becomes each worker's own, and
+    a list is split by ranks. `start` pauses with `pause_mode` and a lease, `finish` resumes. `version` is what `finish`
+    makes of it; None: the fleet's next step.
+    """
+
+    step: TransferStep
+    info: str | None = None
+    version: Version | None = None
+    target: Target = Target()
+    pause_mode: PauseMode = PauseMode.KEEP
+
+
 class GetHistory(Request, frozen=True, kw_only=True, tag="history"):
     """Ask for the newest `limit` ops of the journal. Answered with `HistoryView`."""
 
@@ -211,6 +236,7 @@ ControlRequest = (
     | ReloadFleet
     | CancelOp
     | SenderSignal
+    | TransferFleet
     | GetHistory
 )
 

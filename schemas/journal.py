@@ -9,6 +9,7 @@ from rlbus.schemas.control import (
     Report,
     ResumeFleet,
     SleepFleet,
+    TransferFleet,
     UpdateWeights,
     WakeFleet,
 )
@@ -17,7 +18,9 @@ from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
-MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | SleepFleet | WakeFleet
+MutationRequest = (
+    PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | SleepFleet | WakeFleet | TransferFleet
+)
 
 
 class JournalEntry(Wire, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 
 from rlbus import subjects
+from rlbus._engine_routes import answer_routes
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.errors import ConfigError, DecodeError, RLBusError
@@ -21,6 +22,7 @@ from rlbus.schemas import (
     FaultCode,
     GenerationResumed,
     Goodbye,
+    LorasData,
     PrepareWeightsUpdate,
     TensorSpec,
     WorkerStatus,
@@ -35,16 +37,22 @@ from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.engines.found import Found, FoundEngine
 from rlbus.workers.engines.sleep import SleepEngine
+from rlbus.workers.entrance import Entrance
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
 from rlbus.workers.leases import OWN_OP_S, work_of
 from rlbus.workers.ledger import Ledger, come_back, noted
 from rlbus.workers.lifecycle import decide, is_mutation, served_routes
+from rlbus.workers.lora_calls import ROUTES as LORA_ROUTES
+from rlbus.workers.lora_calls import lora_engine
+from rlbus.workers.lora_files import LoraFiles
+from rlbus.workers.lora_watch import LoraWatch
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
     Arrived,
+    DrainEnded,
     Event,
     Ignore,
     Join,
@@ -75,6 +83,7 @@ class Agent:
     With a `ledger` of an earlier process the worker comes back as itself: with its outcomes and the largest term that
     it has seen, and with unknown weights, since the engine is a new one. One that comes `before` this agent, and has
     ended by itself, leaves it the engine as it is: weights, an open update, who holds the pause, outcomes.
+    `system_url` is the base of this worker's own HTTP surface; None announces the engine's, if it has one.
 
     Raises:
         ConfigError: a name doesn't fit into a subject.
@@ -91,6 +100,7 @@ class Agent:
         config: AgentConfig | None = None,
         ledger: Ledger | None = None,
         before: "Agent | None" = None,
+        system_url: str | None = None,
     ) -> None:
         self._engine = engine
         self._bus = bus
@@ -108,7 +118,7 @@ class Agent:
             world_size=info.world_size,
             routes=tuple(sorted(routes)),
             backends=info.backends,
-            system_url=info.system_url,
+            system_url=info.system_url if system_url is None else system_url,
             completions_url=info.completions_url,
         )
         # One that takes over within the process is another start than the one that its supervisor named.
@@ -116,8 +126,11 @@ class Agent:
         self.journal = Journal()
         self.refusals = Refusals()
         self.answers = Answers(bus, namespace, component, instance_id, self.boot_id)
+        # For callers in this process. Open while `run` serves.
+        self.entrance = Entrance(self, bus, self._config)
         # Set once the subscriptions stand at the server.
         self.ready = asyncio.Event()
+        lora_info = lora_engine(engine).lora_info if routes >= LORA_ROUTES else None
         self._state = WorkerState(
             component=component,
             instance_id=instance_id,
@@ -125,6 +138,7 @@ class Agent:
             routes=routes,
             backends=info.backends,
             sleep_tags=engine.sleep_tags if isinstance(engine, SleepEngine) and "sleep" in routes else frozenset(),
+            lora_info=lora_info,
         )
         self._ledger = ledger
         if before is not None:
@@ -133,6 +147,8 @@ class Agent:
             self._remember(ledger)
         if before is None and isinstance(engine, FoundEngine):
             self._go_on_from(engine.found, ledger)
+        self.lora_files: LoraFiles = LoraFiles(self._config, bus, None if before is None else before.lora_files)
+        self._loras = LoraWatch(None if lora_info is None else lora_engine(engine), self, self._config)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
@@ -149,6 +165,15 @@ class Agent:
     def state(self) -> WorkerState:
         """What was commanded and is in progress."""
         return self._state
+
+    @property
+    def config(self) -> AgentConfig:
+        """The bounds that it keeps."""
+        return self._config
+
+    def new_op_id(self) -> str:
+        """One that no op has."""
+        return self._bus.new_id()
 
     def stop(self, reason: str = "stopped") -> None:
         """Let `run` end: what runs may go on for `drain_s`. Idempotent; from the loop's thread."""
@@ -172,18 +197,24 @@ class Agent:
         drain_s = 0.0
         self._arm_lease()
         async with asyncio.TaskGroup() as group:
-            heart = group.create_task(self._heartbeat.run())
+            beside = [group.create_task(self._heartbeat.run()), group.create_task(self._loras.run())]
             try:
                 await self._try_barrier()
                 self.ready.set()
+                self.entrance.open()
                 await self._stopped.wait()
                 drain_s = self._config.drain_s if self.lost is None else 0.0
             finally:
+                self.entrance.close()
                 unwatch()
                 for subscription in subscriptions:
                     subscription.unsubscribe()
-                heart.cancel()
-                await self._close(drain_s)
+                for task in beside:
+                    task.cancel()
+                try:
+                    await self._close(drain_s)
+                finally:
+                    self.entrance.abandon()
 
     def announce_soon(self) -> None:
         """Let the next heartbeat come now."""
@@ -207,6 +238,8 @@ class Agent:
             self._ledger.note(noted(self._state))
         if self._state.lease is not before.lease:
             self._arm_lease()
+        if self._state.adapters is not before.adapters:
+            self._loras.soon()
         for action in actions:
             self._act(action)
         return actions
@@ -225,6 +258,7 @@ class Agent:
             num_refused_messages=self.answers.num_refused,
             work=work_of(state.running, self._config.work_lease_s),
             asleep=tuple(sorted(observed.asleep)),
+            loras=self._loras.view(),
         )
 
     # --- what outlives the process
@@ -268,6 +302,16 @@ class Agent:
         _log.warning("the lease of the pause by %s ended without renewal", None if pause is None else pause.owner)
         self.apply(LeaseEnded(self._bus.new_id(), self._bus.clock.now()))
 
+    # --- adapters
+
+    async def list_loras(self) -> LorasData:
+        """What the engine has now. Raises EngineError: it doesn't say. Cancel: leaves nothing."""
+        return await self._loras.answer()
+
+    def drain_ended(self, name: str, revision: int) -> None:
+        """Nothing needs this draining adapter any more, or its time is over: let it go, if nothing else runs."""
+        self.apply(DrainEnded(name, revision, self._bus.new_id(), self._bus.clock.now()))
+
     def _act(self, action: Action) -> None:
         """What the state machine wants done for its own sake; answers to commands are the caller's."""
         match action:
@@ -286,12 +330,15 @@ class Agent:
         if subject is None or subject.route == ROUTES_QUERY:
             self._on_undecodable(message, "the subject is no command's")
             return
+        self.take(command, message.reply, subject.route, subject.instance_id is not None)
+
+    def take(self, command: Command, reply: str | None, route: str, is_unicast: bool = True) -> None:
+        """Take a command, from the bus or from `entrance`; answers go to `reply`. Never raises, never waits."""
         try:
-            self._take(command, message.reply, subject.route, subject.instance_id is not None)
+            self._take(command, reply, route, is_unicast)
         except Exception:  # noqa: BLE001 - a bug of ours: logged, the sender gets `internal`, the agent lives on
-            _log.exception("taking %s %s failed", subject.route, command.op_id)
-            bug = fault(FaultCode.INTERNAL, "the agent failed; see its log")
-            self.refuse(command, message.reply, bug)
+            _log.exception("taking %s %s failed", route, command.op_id)
+            self.refuse(command, reply, fault(FaultCode.INTERNAL, "the agent failed; see its log"))
 
     def _on_bad(self, error: DecodeError, message: Message) -> None:
         self._on_undecodable(message, error.problem)
@@ -299,14 +346,22 @@ class Agent:
     def _on_undecodable(self, message: Message, problem: str) -> None:
         subject = subjects.parse_command(message.subject)
         if subject is not None and subject.route == ROUTES_QUERY:
-            # Dynamo's query, {"method": "routes"}; its clients read the plain reply subject.
-            if message.reply is not None:
-                self.answers.publish(message.reply, self.descriptor)
+            self._answer_query(message)
             return
         why = bad_message(problem, len(message.data))
         route = None if subject is None else subject.route
         replies = () if message.reply is None else (message.reply,)
         self.answers.refuse(find_op_id(message.data), replies, why, route, self._bus.clock.now())
+
+    def _answer_query(self, message: Message) -> None:
+        """Dynamo's, {"method": "routes"}, as Dynamo answers it; any other with the descriptor. On the plain reply
+        subject, where Dynamo's clients read.
+        """
+        if message.reply is None:
+            return
+        mine = self.descriptor
+        asked = answer_routes(message.data, mine.routes, mine.system_url, mine.world_size)
+        self.answers.publish(message.reply, mine if asked is None else asked)
 
     def _on_connection(self, is_connected: bool) -> None:
         if is_connected:
@@ -364,7 +419,9 @@ class Agent:
     # --- announcements and the end
 
     async def _beat(self) -> None:
+        looking = self._loras.begin_look()
         await self._observer.observe()
+        await self._loras.end_look(looking)
         if self._ledger is not None:
             self._ledger.touch()
         self.answers.num_announced += 1
@@ -394,6 +451,7 @@ class Agent:
                 self._lease_timer.cancel()
             await self._beside.aclose()
             await self._observer.aclose()
+            await self._loras.aclose()
             descriptor = self.descriptor
             goodbye = Goodbye(
                 boot_id=self.boot_id,

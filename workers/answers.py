@@ -5,9 +5,10 @@ again with the same op_id, and the journal has it.
 """
 
 import asyncio
+import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -26,6 +27,7 @@ from rlbus.schemas import (
     ResultData,
     ResultStatus,
     Wire,
+    WorkerAnswer,
     WorkerEvent,
 )
 from rlbus.workers.checks import fault
@@ -37,6 +39,8 @@ _log = logging.getLogger("rlbus.workers")
 REFUSAL_LOG_S = 1.0
 # How far into an undecodable message its op_id is looked for.
 OP_ID_SEARCH_BYTES = 4096
+# What reply addresses within this process begin with. Source: no NATS subject has a space.
+LOCAL = "local "
 _OP_ID = re.compile(rb'"op_id"\s*:\s*"([A-Za-z0-9_-]{1,64})"')
 
 
@@ -58,6 +62,21 @@ class Answers:
         # The `seq` of the last announcement.
         self.num_announced = 0
         self._logged_at_s = float("-inf")
+        self._listeners: dict[str, Callable[[WorkerAnswer], None]] = {}
+        self._numbers = itertools.count(1)
+
+    def listen(self, on_answer: Callable[[WorkerAnswer], None]) -> str:
+        """A reply address within this process: answers to it are handed to `on_answer`, which neither waits nor raises.
+
+        `unlisten` gives it up.
+        """
+        reply = f"{LOCAL}{next(self._numbers)}"
+        self._listeners[reply] = on_answer
+        return reply
+
+    def unlisten(self, reply: str) -> None:
+        """Answers to it are dropped from now on. Idempotent."""
+        self._listeners.pop(reply, None)
 
     def accepted(self, op_id: str, reply: str | None) -> None:
         """The command was validated and runs."""
@@ -164,8 +183,11 @@ class Answers:
         except RLBusError as exc:
             _log.info("%s to %s was not sent: %s", type(message).__name__, subject, exc)
 
-    def _answer(self, reply: str | None, message: Wire) -> None:
-        if reply is not None:
+    def _answer(self, reply: str | None, message: WorkerAnswer) -> None:
+        if reply is not None and reply.startswith(LOCAL):
+            if (on_answer := self._listeners.get(reply)) is not None:
+                on_answer(message)
+        elif reply is not None:
             self.publish(f"{reply}.{self._instance_id}", message)
 
 

@@ -9,21 +9,26 @@ from typing import Any
 
 from rlbus.schemas import (
     WHOLE,
+    ApplyUpdate,
     CommandBody,
     CommitWeights,
     Fault,
     FaultCode,
+    FinishUpdate,
     GetChecksums,
     GroupPlan,
     InitGroup,
+    InitTransfer,
     LoadWeights,
     PauseGeneration,
     PrepareReload,
     PrepareWeightsUpdate,
     ReceiveWeights,
     ResumeGeneration,
+    SetVersion,
     Sleep,
     SleepTag,
+    StartUpdate,
     Version,
     WakeUp,
     WeightsState,
@@ -52,6 +57,8 @@ REFUSALS = frozenset(
         FaultCode.MANIFEST_UNKNOWN,
         FaultCode.MANIFEST_MISMATCH,
         FaultCode.UNKNOWN_OP,
+        FaultCode.NO_CAPACITY,
+        FaultCode.REVISION_TAKEN,
     }
 )
 
@@ -275,6 +282,57 @@ def _check_prepare_reload(state: WorkerState, body: PrepareReload) -> Fault | No
     return _check_awake(state, "a reload") or _check_version(state, body.version, body.allow_rollback)
 
 
+def _check_set_version(state: WorkerState, body: SetVersion) -> Fault | None:
+    weights = state.weights
+    if weights.state is not WeightsState.CLEAN:
+        return fault(
+            FaultCode.DIRTY if weights.state is WeightsState.DIRTY else FaultCode.WRONG_STATE,
+            f"weights are {weights.state.value}; a full update or a reload says what they are",
+            state=weights.state.value,
+        )
+    return None if weights.version == body.version else _check_version(state, body.version, body.allow_rollback)
+
+
+def next_version(state: WorkerState, body: FinishUpdate) -> Version:
+    """What weights are after another trainer's update: as it says, or the step after the last good one."""
+    if body.version is not None:
+        return body.version
+    last = state.weights.last_good or Version()
+    return Version(incarnation=last.incarnation, step=last.step + 1)
+
+
+def _check_native(state: WorkerState, body: ApplyUpdate | FinishUpdate) -> Fault | None:
+    session = state.session
+    if session is None or session.version is not None:
+        return fault(FaultCode.WRONG_STATE, "no update of this kind is open; start one first")
+    if body.update_op_id is not None and body.update_op_id != session.update_op_id:
+        text = f"update {body.update_op_id} is not the one that is open, which is {session.update_op_id}"
+        return fault(FaultCode.WRONG_STATE, text, open=session.update_op_id)
+    return _check_paused(state)
+
+
+def _check_finish(state: WorkerState, body: FinishUpdate) -> Fault | None:
+    if (problem := _check_native(state, body)) is not None:
+        return problem
+    if state.weights.state is not WeightsState.UPDATING:
+        return fault(FaultCode.WRONG_STATE, "nothing was received in this update")
+    return _check_version(state, next_version(state, body), allow_rollback=False)
+
+
+def _check_init_transfer(state: WorkerState, body: InitTransfer) -> Fault | None:
+    return None if state.session is None else _open_problem(state)
+
+
+def _open_problem(state: WorkerState) -> Fault:
+    assert state.session is not None
+    update = state.session.update_op_id
+    return fault(FaultCode.BUSY, f"update {update} is open", op_id=update, open=update, retryable=True)
+
+
+def _check_start(state: WorkerState, body: StartUpdate) -> Fault | None:
+    return _check_awake(state, "an update") or _check_paused(state)
+
+
 def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
     return fault(
         FaultCode.STALE_EPOCH,
@@ -293,7 +351,12 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     CommitWeights: _check_commit,
     PrepareReload: _check_prepare_reload,
     LoadWeights: _check_load,
+    SetVersion: _check_set_version,
     GetChecksums: _check_checksums,
     Sleep: _check_sleep,
     WakeUp: _check_wake,
+    InitTransfer: _check_init_transfer,
+    StartUpdate: _check_start,
+    ApplyUpdate: _check_native,
+    FinishUpdate: _check_finish,
 }

@@ -10,9 +10,13 @@ from dataclasses import replace
 from rlbus.schemas import (
     WHOLE,
     AbortWeights,
+    ApplyUpdate,
     Fault,
     FaultCode,
+    FinishUpdate,
     InitGroup,
+    InitTransfer,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseView,
@@ -34,7 +38,9 @@ RETRY_S = 5.0
 # What the agent gives the engine for one op at the end of a lease, in seconds.
 OWN_OP_S = 30.0
 # Work that may keep a process from its heartbeats: a collective, the reading of a large folder, the moving of weights.
-_BLOCKING = InitGroup | ReceiveWeights | LoadWeights | Sleep | WakeUp
+_BLOCKING = (
+    InitGroup | ReceiveWeights | LoadWeights | LoadLora | Sleep | WakeUp | InitTransfer | ApplyUpdate | FinishUpdate
+)
 
 
 def check_renewal(state: WorkerState, body: RenewLease) -> Fault | None:

@@ -14,15 +14,20 @@ from rlbus.schemas import (
     QUERY_ROUTES,
     AbortRequest,
     AbortWeights,
+    ApplyUpdate,
     Command,
     CommandBody,
     CommitWeights,
     DestroyGroup,
     Fault,
     FaultCode,
+    FinishUpdate,
     FlushCache,
+    GetLoras,
     Hello,
     InitGroup,
+    InitTransfer,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PrepareWeightsUpdate,
@@ -30,15 +35,21 @@ from rlbus.schemas import (
     ReceiveWeights,
     RenewLease,
     ResumeGeneration,
+    SetVersion,
+    ShutdownTransfer,
     Sleep,
+    StartUpdate,
+    UnloadLora,
+    Version,
     WakeUp,
     WeightsState,
     WeightsView,
     route_of,
 )
 from rlbus.workers import leases, sleeping
-from rlbus.workers.checks import check_body, fault, is_committed
+from rlbus.workers.checks import check_body, fault, is_committed, next_version
 from rlbus.workers.journal import Record, digest_of
+from rlbus.workers.loras import check_load, check_unload, lora_event
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
@@ -121,6 +132,8 @@ def decide(state: WorkerState, event: Event) -> Decision:
             return _released(state, event)
         case LeaseEnded():
             return _lease_ended(state, event)
+        case _:
+            return lora_event(state, event)
 
 
 # --- arrival
@@ -146,14 +159,14 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
     mutation = Running(op_id=command.op_id, body=body, since=event.now)
     if state.running is not None:
         if state.queued is None and takes_back(body, state.running.body):
-            if problem := check_body(state, body):
+            if problem := problem_with(state, body):
                 return state, (Refuse(problem),)
             return replace(state, queued=mutation), (Run(takes_back=state.running.op_id),)
         running = state.running.op_id
         route = route_of(state.running.body)
         busy = fault(FaultCode.BUSY, f"op {running} is running ({route})", op_id=running, retryable=True)
         return state, (Refuse(busy),)
-    if problem := check_body(state, body) or _manifest_problem(event) or event.outside:
+    if problem := problem_with(state, body) or _manifest_problem(event) or event.outside:
         return state, (Refuse(problem),)
     prepared = state.prepared
     if isinstance(body, PrepareWeightsUpdate):
@@ -194,9 +207,23 @@ def _refusal(state: WorkerState, event: Arrived) -> Fault | None:
     return None
 
 
+def problem_with(state: WorkerState, body: CommandBody) -> Fault | None:
+    """Why this command can't be done in this state, or None."""
+    match body:
+        case LoadLora():
+            return check_load(state, body)
+        case UnloadLora():
+            return check_unload(state, body)
+        case _:
+            return check_body(state, body)
+
+
 def is_mutation(body: CommandBody) -> bool:
-    """Whether a command needs the one place for mutations. Aborts of requests, manifest pages and renewals don't."""
-    return route_of(body) not in QUERY_ROUTES and not isinstance(body, AbortRequest | PutManifest | RenewLease)
+    """Whether a command needs the one place for mutations. Aborts of requests, manifest pages, renewals and
+    the list of adapters don't.
+    """
+    is_beside = isinstance(body, AbortRequest | PutManifest | RenewLease | GetLoras)
+    return route_of(body) not in QUERY_ROUTES and not is_beside
 
 
 def takes_back(body: CommandBody, running: CommandBody) -> bool:
@@ -211,6 +238,8 @@ def takes_back(body: CommandBody, running: CommandBody) -> bool:
         case DestroyGroup(), InitGroup():
             return body.epoch == running.plan.epoch
         case (ResumeGeneration(), PauseGeneration()) | (WakeUp(), Sleep()):
+            return True
+        case ShutdownTransfer(), InitTransfer() | ApplyUpdate():
             return True
         case _:
             return False
@@ -239,6 +268,12 @@ def _started(state: WorkerState) -> WorkerState:
             return replace(state, epoch=None)
         case ReceiveWeights() as body:
             return replace(state, session=Session(body.update_op_id, body.version, before=state.weights))
+        case StartUpdate():
+            return replace(state, session=Session(state.running.op_id, None, before=state.weights))
+        case ApplyUpdate():
+            return replace(state, weights=_updating(state.weights), owes_flush=True)
+        case InitTransfer() | ShutdownTransfer():
+            return replace(state, epoch=None)  # a group of ours is left for it
         case LoadWeights() as body:
             session = Session(state.running.op_id, body.version, before=state.weights)
             return replace(state, session=session, weights=_updating(state.weights), owes_flush=True)
@@ -289,15 +324,22 @@ def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
         case PrepareWeightsUpdate():
             return replace(state, prepared=None), ()
         case ReceiveWeights() | CommitWeights() | LoadWeights() if state.session is not None:
-            # The session stays open until the engine has closed it (`SessionClosed`).
-            weights = _torn(state) if event.is_touched else state.session.before
-            cleanup: tuple[Action, ...] = (Cleanup.CLOSE_SESSION,)
-            if isinstance(body, ReceiveWeights):
-                cleanup += (Cleanup.LEAVE_GROUP,)
-            touched = state.owes_flush or event.is_touched
-            return replace(state, weights=weights, prepared=None, owes_flush=touched), cleanup
+            return _undone(state, body, event)
+        case StartUpdate() | ApplyUpdate() | FinishUpdate() if state.session is not None:
+            return _undone(state, body, event)
         case _:
             return state, ()
+
+
+def _undone(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
+    assert state.session is not None
+    # The session stays open until the engine has closed it (`SessionClosed`).
+    weights = _torn(state) if event.is_touched else state.session.before
+    cleanup: tuple[Action, ...] = (Cleanup.CLOSE_SESSION,)
+    if isinstance(body, ReceiveWeights):
+        cleanup += (Cleanup.LEAVE_GROUP,)
+    touched = state.owes_flush or event.is_touched
+    return replace(state, weights=weights, prepared=None, owes_flush=touched), cleanup
 
 
 def _unchanged(state: WorkerState, body: Any, event: Ended) -> WorkerState:
@@ -337,16 +379,25 @@ def _received(state: WorkerState, body: ReceiveWeights, event: Ended) -> WorkerS
 def _committed(state: WorkerState, body: CommitWeights, event: Ended) -> WorkerState:
     if is_committed(state, body):
         return state
-    return replace(_clean(state, body), committed_op_id=body.update_op_id)
+    return replace(_clean(state, body.version), committed_op_id=body.update_op_id)
 
 
 def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
-    return replace(_clean(state, body), committed_op_id=None)
+    return replace(_clean(state, body.version), committed_op_id=None)
 
 
-def _clean(state: WorkerState, body: CommitWeights | LoadWeights) -> WorkerState:
-    weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
+def _clean(state: WorkerState, version: Version) -> WorkerState:
+    weights = WeightsView(state=WeightsState.CLEAN, version=version, last_good=version)
     return leases.healed(replace(state, weights=weights, session=None, prepared=None, owes_flush=True))
+
+
+def _finished(state: WorkerState, body: FinishUpdate, event: Ended) -> WorkerState:
+    return replace(_clean(state, next_version(state, body)), committed_op_id=None)
+
+
+def _named(state: WorkerState, body: SetVersion, event: Ended) -> WorkerState:
+    weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
+    return replace(state, weights=weights, committed_op_id=None)
 
 
 def _aborted(state: WorkerState, body: AbortWeights, event: Ended) -> WorkerState:
@@ -368,6 +419,8 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     CommitWeights: _committed,
     LoadWeights: _loaded,
     AbortWeights: _aborted,
+    SetVersion: _named,
+    FinishUpdate: _finished,
 }
 
 

@@ -8,20 +8,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlbus.errors import FaultError, TransferError, error_from_fault, refused
 from rlbus.schemas import (
     AbortWeights,
+    ApplyUpdate,
     CommandBody,
     CommitWeights,
     DestroyGroup,
     Fault,
     FaultCode,
+    FinishUpdate,
     FlushCache,
     Generation,
     GetChecksums,
     InitGroup,
+    InitTransfer,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseMode,
@@ -30,9 +34,13 @@ from rlbus.schemas import (
     ReceiveWeights,
     ResultData,
     ResumeGeneration,
+    SetVersion,
+    ShutdownTransfer,
     Sleep,
     SleepData,
     SleepTag,
+    StartUpdate,
+    UnloadLora,
     Version,
     WakeUp,
     WeightsData,
@@ -41,9 +49,12 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.sums import sums_digest
+from rlbus.workers import lora_calls, native_calls
 from rlbus.workers.checks import REFUSALS, asleep_problem, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.label import LabelEngine
 from rlbus.workers.engines.sleep import in_order, sleeper
+from rlbus.workers.lora_calls import Files, lora_engine
 from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started, Woke
 from rlbus.workers.preconditions import path_problem
 from rlbus.workers.sleeping import may_run, meant
@@ -52,7 +63,7 @@ from rlbus.workers.state import WorkerState
 _log = logging.getLogger("rlbus.workers")
 
 # Commands during which the weights may change; one that was cut off leaves them in doubt.
-_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights)
+_TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights, ApplyUpdate, FinishUpdate)
 
 
 def _touches(body: CommandBody) -> bool:
@@ -69,6 +80,11 @@ class Surroundings(Protocol):
 
     # Folders below which weights may be loaded.
     weight_roots: tuple[str, ...]
+
+    @property
+    def lora_files(self) -> Files:
+        """Where adapters come from."""
+        ...
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Feed the state machine; what it wants done."""
@@ -134,12 +150,20 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
                 await _check_sums(engine, body.path, body.sums_digest)
         case LoadWeights():
             return await _load(engine, op_id, body, around)
+        case SetVersion():
+            return await _name(engine, body)
         case GetChecksums():
             return await engine.checksums()
         case Sleep():
             return await _sleep(engine, body, around)
         case WakeUp():
             return await _wake_up(engine, body, around)
+        case LoadLora():
+            return await lora_calls.load(lora_engine(engine), op_id, body, around)
+        case UnloadLora():
+            return await lora_calls.unload(lora_engine(engine), body, around)
+        case InitTransfer() | ShutdownTransfer() | StartUpdate() | ApplyUpdate() | FinishUpdate():
+            return await native_calls.perform(engine, op_id, body, around, lambda: _check_stands_still(around))
         case _:
             raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
     return None
@@ -242,6 +266,12 @@ async def _load(engine: Engine, op_id: str, body: LoadWeights, around: Surroundi
     return _clean(body.version)
 
 
+async def _name(engine: Engine, body: SetVersion) -> ResultData:
+    # The route says that the engine has it, and is checked before.
+    await cast(LabelEngine, engine).label_weights(body.version)
+    return _clean(body.version)
+
+
 def _clean(version: Version) -> WeightsData:
     return WeightsData(weights=WeightsView(state=WeightsState.CLEAN, version=version, last_good=version))
 
@@ -261,7 +291,7 @@ async def _check_stands_still(around: Surroundings) -> None:
 
 def accepts_late(body: CommandBody) -> bool:
     """Whether `perform` says itself when the command counts as accepted."""
-    return isinstance(body, ReceiveWeights | LoadWeights)
+    return isinstance(body, ReceiveWeights | LoadWeights | LoadLora)
 
 
 # --- bounds

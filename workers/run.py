@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 
 from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus
@@ -20,6 +20,8 @@ from rlbus.workers.config import AgentConfig, Identity
 from rlbus.workers.engines.base import Engine
 from rlbus.workers.ledger import opened
 from rlbus.workers.supervisor.beats import Beats
+from rlbus.workers.system.serving import served
+from rlbus.workers.system.settings import SystemConfig
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -39,6 +41,7 @@ async def serve(
     component: str | None = None,
     instance_id: str | None = None,
     config: AgentConfig | None = None,
+    system: SystemConfig | None = None,
     start_s: float = DEFAULT_START_S,
     on_ready: Callable[[Agent], None] | None = None,
     handle_signals: bool = True,
@@ -49,6 +52,7 @@ async def serve(
 
     Args:
         component, instance_id: who it is; None takes the environment's, or "backend" and a random id.
+        system: its HTTP surface; None takes the environment's, or one on loopback with a free port.
         start_s: seconds that the engine may take to start.
         on_ready: called with the agent once it can be reached on the bus.
         handle_signals: False if somebody else owns the process.
@@ -61,26 +65,31 @@ async def serve(
     who = Identity.from_env(component=component, instance_id=instance_id)
     beats = Beats.from_env(os.environ)
     agent_config = AgentConfig.from_env() if config is None else config
+    system_config = SystemConfig.from_env() if system is None else system
     stop = _Stop()
     with _signals(stop) if handle_signals else nullcontext():
         try:
-            # Before the engine, which may load for minutes: a bus that can't be reached is told at once.
-            async with await connect_bus(bus_config, name=f"worker-{who.component}-{who.instance_id}") as bus:
-                try:
-                    await _start(engine, start_s)
-                    with opened(agent_config.state_dir, bus_config.namespace, who.component, who.instance_id) as ledger:
-                        stop.agent = agent = Agent(
-                            engine,
-                            bus,
-                            namespace=bus_config.namespace,
-                            component=who.component,
-                            instance_id=who.instance_id,
-                            config=agent_config,
-                            ledger=ledger,
-                        )
-                        await _run(agent, engine, beats, on_ready)
-                finally:
-                    await _close(engine)
+            async with AsyncExitStack() as stack:
+                # Before the engine, which may load for minutes: a bus that can't be reached is told at once.
+                name = f"worker-{who.component}-{who.instance_id}"
+                bus = await stack.enter_async_context(await connect_bus(bus_config, name=name))
+                stack.push_async_callback(_close, engine)
+                await _start(engine, start_s)
+                surface = served(system_config, lambda: stop.agent, bus_config.servers[0])
+                system_url = await stack.enter_async_context(surface)
+                namespace = bus_config.namespace
+                ledger = stack.enter_context(opened(agent_config.state_dir, namespace, who.component, who.instance_id))
+                stop.agent = agent = Agent(
+                    engine,
+                    bus,
+                    namespace=namespace,
+                    component=who.component,
+                    instance_id=who.instance_id,
+                    config=agent_config,
+                    ledger=ledger,
+                    system_url=system_url,
+                )
+                await _run(agent, engine, beats, on_ready)
         except asyncio.CancelledError:
             if not stop.take_early():
                 raise

@@ -7,7 +7,17 @@ takes it back).
 
 from dataclasses import dataclass, field
 
-from rlbus.schemas import CommandBody, PauseView, SleepTag, TensorSpec, Version, WeightsState, WeightsView
+from rlbus.schemas import (
+    CommandBody,
+    LoraState,
+    PauseView,
+    SleepTag,
+    TensorSpec,
+    Version,
+    WeightsState,
+    WeightsView,
+)
+from rlbus.workers.engines.lora import LoraInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +55,45 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A transfer that was begun and is neither committed nor aborted. `before` is what the weights were."""
+    """A transfer that was begun and is neither committed nor aborted. `before` is what the weights were.
+
+    `version` None: another trainer's update (`rlbus.schemas.native`), which says at its end what it was.
+    """
 
     update_op_id: str
-    version: Version
+    version: Version | None
     before: WeightsView
     is_received: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that was asked for. `was_loaded` once the engine had it; `drain_s`: for how long it may drain.
+
+    `hot_swap`: it took the place of an older revision.
+    """
+
+    name: str
+    revision: int
+    checksum: str
+    state: LoraState
+    was_loaded: bool = False
+    hot_swap: bool = False
+    drain_s: float | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is asked for by."""
+        return self.name, self.revision
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGone:
+    """The last adapter that was unloaded, and how many requests were ended with it (None: nobody can say)."""
+
+    name: str
+    revision: int
+    num_aborted: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +128,11 @@ class WorkerState:
     # Parts of the engine's memory that can sleep, and those that were told to (or may do so, after a failure).
     sleep_tags: frozenset[SleepTag] = frozenset()
     asleep: frozenset[SleepTag] = frozenset()
+    # Adapters in the order in which they were loaded, and what the engine can do with them (None: it takes none).
+    adapters: tuple[Adapter, ...] = ()
+    lora_info: LoraInfo | None = None
+    # Grows with every change of an adapter, so that an older answer of the engine isn't taken for a newer one.
+    lora_turn: int = 0
+    # (name, revision, checksum) of what was ever loaded here, newest last: those names are taken.
+    known_sums: tuple[tuple[str, int, str], ...] = ()
+    adapter_gone: AdapterGone | None = None

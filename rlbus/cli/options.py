@@ -29,6 +29,23 @@ Namespace = Annotated[
     str | None,
     typer.Option("--namespace", "-n", metavar="NAME", help="The fleet. [env: RLBUS_NAMESPACE] [default: default]"),
 ]
+HttpHost = Annotated[
+    str | None,
+    typer.Option(
+        "--http-host", metavar="HOST", help="Address to listen on for HTTP. [env: RLBUS_HTTP_HOST] [default: 127.0.0.1]"
+    ),
+]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        "--http-port",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Serve discovery and the fleet's verbs over HTTP; 0 takes a free port. [env: RLBUS_HTTP_PORT] "
+        "[default: no HTTP] RLBUS_HTTP_TOKEN is what callers need, and required unless only this machine can call.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout, and nothing else.")]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from rlbus.cli.options import Json, Namespace, Url, run_command
+from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rlbus.workers.agent import Agent
     from rlbus.workers.engines.base import Engine
     from rlbus.workers.supervisor.environment import Named
+    from rlbus.workers.system.settings import SystemConfig
 
 worker_app = typer.Typer(
     help="Run a worker: an inference engine with its agent on the bus.", no_args_is_help=True, rich_markup_mode=None
@@ -36,6 +37,25 @@ Component = Annotated[
 InstanceId = Annotated[
     str | None,
     typer.Option("--instance-id", metavar="ID", help="64-bit number. [env: RLBUS_INSTANCE_ID] [default: random]"),
+]
+SystemHost = Annotated[
+    str | None,
+    typer.Option(
+        "--system-host",
+        metavar="HOST",
+        help="Address of its HTTP surface; one that others reach needs RLBUS_SYSTEM_TOKEN. "
+        "[env: RLBUS_SYSTEM_HOST] [default: 127.0.0.1]",
+    ),
+]
+SystemPort = Annotated[
+    int | None,
+    typer.Option(
+        "--system-port",
+        metavar="PORT",
+        min=-1,
+        max=65535,
+        help="Port of its HTTP surface; 0 takes a free one, -1 has none. [env: RLBUS_SYSTEM_PORT] [default: 0]",
+    ),
 ]
 WeightRoots = Annotated[
     list[str] | None,
@@ -107,6 +127,8 @@ def up(
     store_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where JetStream keeps its data. [default: temporary]")
     ] = None,
+    http_host: HttpHost = None,
+    http_port: HttpPort = None,
     namespace: Namespace = None,
     json: Json = False,
 ) -> None:
@@ -119,8 +141,11 @@ def up(
 
     async def serve() -> ExitCode:
         from rlbus.controller.app import serve as serve_controller
+        from rlbus.controller.http.config import HttpConfig
         from rlbus.server import EmbeddedServer
 
+        http = HttpConfig.from_env(host=http_host, port=http_port)
+        at: dict[str, str] = {}
         name = namespace or os.environ.get("RLBUS_NAMESPACE") or DEFAULT_NAMESPACE
         secret = token or os.environ.get("RLBUS_TOKEN") or None
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
@@ -134,14 +159,19 @@ def up(
                     return
                 is_told = True
                 if json:
-                    out.document({"url": server.url, "namespace": name, "pid": os.getpid()})
+                    out.document({"url": server.url, "namespace": name, "pid": os.getpid()} | at)
                 out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={server.url}")
+                if at:
+                    out.line(f"  # over HTTP: {at['http_url']}")
                 if name != DEFAULT_NAMESPACE:
                     out.line(f"  export RLBUS_NAMESPACE={name}")
                 out.line("  rlbus worker fake        # or: rlbus worker torch DIR, rlbus worker vllm MODEL")
                 out.line("  rlbus status\n\nCtrl-C ends it.")
 
-            return await supervised(serve_controller(config, on_ready=on_ready), server, out)
+            serving = serve_controller(
+                config, on_ready=on_ready, http=http, on_http=lambda base: at.update(http_url=base)
+            )
+            return await supervised(serving, server, out)
 
     run_command(out, lambda: until_stopped(serve()))
 
@@ -153,6 +183,8 @@ def controller(
         bool,
         typer.Option("--single", help="Without lease and journal, for a server without JetStream. Start only one."),
     ] = False,
+    http_host: HttpHost = None,
+    http_port: HttpPort = None,
     json: Json = False,
 ) -> None:
     """Run the controller of a namespace.
@@ -166,19 +198,25 @@ def controller(
     async def serve() -> None:
         config = BusConfig.from_env(url=url, namespace=namespace)
         from rlbus.controller.app import serve as serve_controller
+        from rlbus.controller.http.config import HttpConfig
+
+        at: dict[str, str] = {}
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
             if json and not is_told:
-                out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role})
+                out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role} | at)
             is_told = True
-            out.line(f"controller of namespace {config.namespace} {line} on {config.url}; Ctrl-C ends it")
+            also = f", over HTTP on {at['http_url']}" if at else ""
+            out.line(f"controller of namespace {config.namespace} {line} on {config.url}{also}; Ctrl-C ends it")
 
         await serve_controller(
             config,
             on_ready=lambda _: tell("leader", "is up"),
             on_standby=lambda lease: tell("standby", f"stands by for {lease.name}"),
             is_single=single,
+            http=HttpConfig.from_env(host=http_host, port=http_port),
+            on_http=lambda base: at.update(http_url=base),
         )
 
     run_command(out, lambda: until_stopped(serve()))
@@ -213,6 +251,8 @@ def worker_fake(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    system_host: SystemHost = None,
+    system_port: SystemPort = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -223,11 +263,11 @@ def worker_fake(
 
         return FakeEngine(world_size=world_size)
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, system_host, system_port)
     if no_restart:
         worker.run(make)
     else:
-        worker.supervise(("fake", "--world-size", str(world_size)))
+        worker.supervise(("fake", "--world-size", str(world_size), *worker.system_arguments))
 
 
 @worker_app.command("torch")
@@ -240,6 +280,8 @@ def worker_torch(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    system_host: SystemHost = None,
+    system_port: SystemPort = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -255,14 +297,15 @@ def worker_torch(
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
         return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or ())
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, system_host, system_port)
     if no_restart:
         worker.run(make)
         return
     if importlib.util.find_spec("torch") is None:
         worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
-    worker.supervise(("torch", str(model.absolute()), "--ranks", str(ranks), "--port", str(port), *roots))
+    shape = ("--ranks", str(ranks), "--port", str(port))
+    worker.supervise(("torch", str(model.absolute()), *shape, *roots, *worker.system_arguments))
 
 
 @worker_app.command("vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -307,6 +350,8 @@ class _Worker:
         instance_id: str | None,
         weight_roots: list[str] | None,
         json: bool,
+        system_host: str | None = None,
+        system_port: int | None = None,
     ) -> None:
         self._url = url
         self._namespace = namespace
@@ -316,8 +361,21 @@ class _Worker:
         self._out = Output(json)
         self._is_told = False
         self._who = ""
+        self._system_host = system_host
+        self._system_port = system_port
         self.roots = tuple(str(Path(root).absolute()) for root in weight_roots or ())
         log_as_service()
+
+    @property
+    def system_arguments(self) -> tuple[str, ...]:
+        """The options of its HTTP surface, for a process of its own."""
+        given = (("--system-host", self._system_host), ("--system-port", self._system_port))
+        return tuple(text for name, value in given if value is not None for text in (name, str(value)))
+
+    def _system(self) -> "SystemConfig":
+        from rlbus.workers.system.settings import SystemConfig
+
+        return SystemConfig.from_env(host=self._system_host, port=self._system_port)
 
     def fail(self, error: ConfigError) -> NoReturn:
         """End with an error before anything was started."""
@@ -355,6 +413,7 @@ class _Worker:
                 component=self._component,
                 instance_id=self._instance_id,
                 config=AgentConfig.from_env(weight_roots=self.roots or None),
+                system=self._system(),
                 on_ready=on_ready,
             )
             return ExitCode.OK
@@ -387,6 +446,7 @@ class _Worker:
             from rlbus.workers.supervisor.environment import Named
 
             bus_config = self._config()
+            self._system()  # a wrong setting is told before anything starts
             named = Named.of(self._component, self._instance_id)
             self._who = worker_id(named.identity.component, named.identity.instance_id)
             await (await connect_bus(bus_config, name="rlbus-worker")).aclose()

@@ -33,25 +33,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(model: Path) -> Iterator[str]:
-    """A bus with a controller and one torch worker."""
-    up, document = start("up")
-    worker, _ = start("worker", "torch", str(model), url=document["url"])
-    yield document["url"]
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that trainers write to, and the worker may load from."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def document(model: Path, weights: Path) -> Iterator[dict[str, str]]:
+    """A bus with a controller, which serves HTTP, and one torch worker."""
+    up, document = start("up", "--http-port", "0")
+    worker, _ = start("worker", "torch", str(model), "--weight-root", str(weights), url=document["url"])
+    yield document
     for process in (worker, up):
         process.terminate()
         process.communicate(timeout=30.0)
+
+
+@pytest.fixture(scope="module")
+def url(document: dict[str, str]) -> str:
+    """Of the bus."""
+    return document["url"]
 
 
 @pytest.mark.parametrize(
     ("script", "lines"),
     [
         ("train_loop.py", ["1 workers are ready", "step 1: loss", "step 2: loss", "step 3: loss"]),
-        ("async_loop.py", ["step 4: 1 rollouts;", "step 5: 1 rollouts;", "step 6: 1 rollouts;"]),
+        ("trl_like.py", ["step 1: 8 rollouts, reward", "step 2: 8 rollouts, reward", "step 3: 8 rollouts, reward"]),
+        ("async_loop.py", ["step 7: 1 rollouts;", "step 8: 1 rollouts;", "step 9: 1 rollouts;"]),
     ],
 )
 def test_an_example_runs_and_every_update_is_ok(url: str, model: Path, script: str, lines: list[str]) -> None:
-    """Three updates each, the second script going on from the version that the first one left."""
+    """Three updates each, every script going on from the version that the one before left."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), str(model)],
         env={**os.environ, "RLBUS_URL": url, "RLBUS_NAMESPACE": "default", "OMP_NUM_THREADS": "1"},
@@ -65,6 +78,50 @@ def test_an_example_runs_and_every_update_is_ok(url: str, model: Path, script: s
     for text, begin in zip(told, lines, strict=True):
         assert text.startswith(begin)
         assert "step" not in begin or ": ok, 1 of 1 workers" in text
+
+
+def run(script: str, *argv: str, **env: str) -> list[str]:
+    """The lines that an example prints."""
+    command = [sys.executable, str(EXAMPLES / script), *argv]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def fleet_of(url: str) -> tuple[int, str]:
+    """The step that the fleet is at, and where its one torch worker serves completions."""
+    env = {**os.environ, "RLBUS_URL": url, "RLBUS_NAMESPACE": "default"}
+    command = [sys.executable, "-m", "rlbus", "status", "--json"]
+    asked = subprocess.run(command, env=env, capture_output=True, timeout=60, check=True)
+    fleet = json.loads(asked.stdout)
+    [member] = [m for m in fleet["members"] if m["descriptor"]["component"] == "backend"]
+    return 0 if fleet["version"] is None else fleet["version"][1], member["descriptor"]["completions_url"]
+
+
+def test_the_orchestrator_of_prime_rl_needs_nothing_but_http(
+    document: dict[str, str], model: Path, weights: Path
+) -> None:
+    """Discovery, pause, a folder, resume; the fleet is at the next versions then, whatever it had before."""
+    before, completions = fleet_of(document["url"])
+    assert run("prime_rl_like.py", document["http_url"], str(model), str(weights), completions) == [
+        "1 workers with 1 ranks are ready",
+        f"step 1: 2 rollouts; the fleet is at 0.{before + 1}",
+        f"step 2: 2 rollouts; the fleet is at 0.{before + 2}",
+    ]
+
+
+def test_the_orchestrator_of_nemo_rl_refits_while_workers_generate(
+    document: dict[str, str], model: Path, weights: Path
+) -> None:
+    """Dynamo's discovery, and its routes on the workers' own addresses; the fleet knows of it all the same."""
+    before, completions = fleet_of(document["url"])
+    assert run("nemo_rl_like.py", document["http_url"], str(model), str(weights), completions) == [
+        "1 workers with 1 ranks are ready",
+        f"step {before + 1}: refitted paused; 64 tokens",
+        f"step {before + 2}: refitted while it generated; 64 tokens",
+    ]
+    assert fleet_of(document["url"])[0] == before + 2
 
 
 def test_the_custom_engine_is_paused_and_resumed_and_refuses_the_rest(url: str) -> None:

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlbus.errors import EngineDeadError, EngineError, error_from_fault, refused
 from rlbus.schemas import (
@@ -34,9 +34,13 @@ from rlbus.schemas import (
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.fake_loras import DEFAULT_CAPACITY, FakeLoras, WithLoras
+from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.fake_memory import FakeMemory
+from rlbus.workers.engines.fake_native import NATIVE_ROUTES, WithNative
 from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler
 from rlbus.workers.engines.fake_script import FakeScript, Step
+from rlbus.workers.engines.lora import LoraInfo
 from rlbus.workers.engines.sleep import in_order
 
 ROUTES = frozenset(
@@ -48,10 +52,15 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_disk",
         "get_weight_checksums",
+        "set_weight_version",
         "sleep",
         "wake_up",
+        *LORA_ROUTES,
+        *NATIVE_ROUTES,
     }
 )
+# What it can do with adapters unless it is told otherwise.
+LORAS = LoraInfo(DEFAULT_CAPACITY, can_hot_swap=True)
 DEFAULT_TENSORS = (
     TensorSpec(name="embed.weight", dtype="float32", shape=(64, 16)),
     TensorSpec(name="layers.0.weight", dtype="float32", shape=(16, 16)),
@@ -70,7 +79,7 @@ INITIAL = Version(incarnation=0, step=0)
 Feed = Callable[[ReceiveOrder], Awaitable[int | None]]
 
 
-class FakeEngine:
+class FakeEngine(WithLoras, WithNative):
     """A fake engine; see the module. `calls` has the verbs in the order of their begin, `violations` what went wrong.
 
     Args:
@@ -90,6 +99,7 @@ class FakeEngine:
         step_s: float = 0.01,
         completions_url: str | None = None,
         feed: Feed | None = None,
+        loras: LoraInfo = LORAS,
     ) -> None:
         self._feed = feed
         self._script = FakeScript() if script is None else script
@@ -105,6 +115,9 @@ class FakeEngine:
         self.epoch: int | None = None
         self.session: ReceiveOrder | None = None
         self._is_received = False
+        # What another trainer's transfer was begun with, and whether an update of it is open.
+        self.native_info: dict[str, Any] | None = None
+        self.is_native_open = False
         self._is_dead = False
         # Set by `aclose`.
         self.is_closed = False
@@ -113,6 +126,7 @@ class FakeEngine:
         sizes = {SleepTag.WEIGHTS: sum(num_bytes(s) for s in self.tensors), SleepTag.KV_CACHE: KV_CACHE_BYTES}
         self.memory = FakeMemory(sizes, self.violations.append)
         self.requests = Scheduler(self._step_signature, step_s)
+        self.loras = FakeLoras(self.requests, loras)
 
     @property
     def info(self) -> EngineInfo:
@@ -218,7 +232,7 @@ class FakeEngine:
         """See `Engine`."""
         await self._play("abort_update")
         self._released.set()
-        self.session = None
+        self.session, self.is_native_open = None, False
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
@@ -249,6 +263,11 @@ class FakeEngine:
                 await self._deviate(step)
             self._write(spec, content)
         self.session, self.label = None, version
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._play("label_weights")
+        self.label = version
 
     async def checksums(self) -> ChecksumsData:
         """See `Engine`."""
@@ -285,10 +304,16 @@ class FakeEngine:
     # --- beyond the seam, for tests and simulations
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], num_tokens: int, on_token: Callable[[], None] | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        on_token: Callable[[], None] | None = None,
+        model: str | None = None,
     ) -> FakeRequest:
-        """Take a request, as its OpenAI route would."""
-        return self.requests.submit(request_id, prompt, num_tokens, on_token)
+        """Take a request, as its OpenAI route would; `model` may name an adapter. Raises UnknownModelError."""
+        adapter = None if model is None else self.loras.choose(model, self._info.model)
+        return self.requests.submit(request_id, prompt, num_tokens, on_token, adapter)
 
     @staticmethod
     def save(folder: Path, version: Version) -> None:
@@ -312,13 +337,16 @@ class FakeEngine:
         """Count a call; the step that is scripted for it."""
         if self._is_dead:
             raise _dead()
-        self.calls.append(verb)
+        if verb != "list_loras":  # a question, which nobody counts
+            self.calls.append(verb)
         self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
         return self._script.step(verb, self._num_calls[verb])
 
     async def _play(self, verb: str) -> None:
         """A call without bytes: latency, then what is scripted."""
-        step = self._note(verb)
+        await self._play_step(self._note(verb))
+
+    async def _play_step(self, step: Step) -> None:
         if step.latency_s:
             await asyncio.sleep(step.latency_s)
         if step.fault is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rlbus._http_server import HttpServer
 from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault
 from rlbus.schemas import (
     ChecksumsData,
@@ -42,7 +43,7 @@ from rlbus.workers.torch_lm.generate import Generation as Generator
 from rlbus.workers.torch_lm.model import load_model
 from rlbus.workers.torch_lm.rank import Rank, Seat
 from rlbus.workers.torch_lm.sampling import Sampling
-from rlbus.workers.torch_lm.server import HttpServer, make_app
+from rlbus.workers.torch_lm.server import make_app
 
 ROUTES = frozenset(
     {
@@ -53,6 +54,7 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_disk",
         "get_weight_checksums",
+        "set_weight_version",
     }
 )
 # The label of weights that an update has touched and not finished.
@@ -277,6 +279,10 @@ class TorchEngine:
     def _may_read(self, path: str) -> bool:
         real = Path(path).resolve()
         return any(real.is_relative_to(root) for root in self._roots)
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        self._generating.relabel(str(version))
 
     async def checksums(self) -> ChecksumsData:
         """See `Engine`. Raises: EngineError (checksum_mismatch): the ranks hold different weights."""

@@ -1,32 +1,25 @@
 """The HTTP side of the torch engine: OpenAI's completions on loopback, errors in OpenAI's shape."""
 
 import asyncio
-import contextlib
 import itertools
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version as version_of
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlbus.errors import ClosedError, ConfigError, DeadlineError, EngineDeadError
+from rlbus.errors import ClosedError, EngineDeadError
 from rlbus.workers.torch_lm.completions import BadRequestError, Body, Tokenizer, choice, parse
 from rlbus.workers.torch_lm.generate import Finished, Generation, RequestError
 from rlbus.workers.torch_lm.sampling import Sampling
 
 # Largest body that is read.
 MAX_BODY_BYTES = 16 << 20
-START_S = 10.0
-# How long open connections may take to end when the server is stopped; requests are aborted before.
-STOP_S = 3.0
-_BACKLOG = 1024
 
 
 def make_app(generation: Generation, model: str, tokenizer: Tokenizer | None) -> Starlette:
@@ -183,96 +176,3 @@ async def _no_method(request: Request, exc: Exception) -> Response:
 
 async def _internal(request: Request, exc: Exception) -> Response:
     return _error(500, "the server failed; its log says why")
-
-
-class HttpServer:
-    """Serves an app on a socket of its own. `start`, then `url`; `aclose` at the end."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
-        self._port = port
-        self._socket: socket.socket | None = None
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        """Base URL, with the real port. Valid after `start`."""
-        assert self._socket is not None
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    async def start(self, app: Starlette) -> None:
-        """Bind and serve.
-
-        Raises: ConfigError: it can't be bound. DeadlineError: it didn't start. Cancel: `aclose` ends what began.
-        """
-        self._socket = await asyncio.to_thread(_bind, self._host, self._port)
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=int(STOP_S),
-        )
-        self._server = _Server(config)
-        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
-        ready = asyncio.ensure_future(self._server.ready.wait())
-        try:
-            await asyncio.wait({self._serving, ready}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-        if self._serving.done():
-            await self._serving
-        if not self._server.ready.is_set():
-            raise DeadlineError("starting the HTTP server", START_S)
-
-    async def aclose(self) -> None:
-        """Stop serving. Idempotent. Cancel: connections are cut."""
-        serving, self._serving = self._serving, None
-        try:
-            if serving is not None and self._server is not None:
-                self._server.should_exit = True
-                _, pending = await asyncio.wait({serving}, timeout=STOP_S + 1.0)
-                if pending:
-                    serving.cancel()
-                    await asyncio.gather(serving, return_exceptions=True)
-        finally:
-            if self._socket is not None:
-                self._socket.close()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the process, and says when it serves."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.ready.set()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as exc:
-        raise ConfigError("port", port, f"can't listen on {host}: {exc.strerror or exc}") from exc
-    return listener

@@ -9,18 +9,19 @@ import logging
 import os
 import random
 import signal
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
+from rlbus._http_server import base_url
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
+from rlbus.workers.addresses import reachable_host
 from rlbus.workers.config import AgentConfig, Identity
 from rlbus.workers.ledger import opened
 from rlbus.workers.supervisor.beats import Beats
 from rlbus.workers.vllm_server.probe import Probe
+from rlbus.workers.vllm_server.surface import is_wanted, mount, token_of
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -54,6 +55,9 @@ class WorkerEnv:
     run_dir: str | None = None
     # A supervisor restarts the server when it ends.
     is_supervised: bool = False
+    # Of the HTTP surface; and whether there is to be one.
+    token: str | None = field(default=None, repr=False)
+    has_surface: bool = True
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> "WorkerEnv | None":
@@ -71,6 +75,8 @@ class WorkerEnv:
             advertise_host=environ.get(ADVERTISE_HOST) or None,
             run_dir=environ.get(RUN_DIR) or None,
             is_supervised=environ.get(SUPERVISED) == "1",
+            token=token_of(environ),
+            has_surface=is_wanted(environ),
         )
 
 
@@ -84,6 +90,8 @@ class Attachment:
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._agent: Any = None
+        self._is_mounted = False
+        self._system_url: str | None = None
         # Under a supervisor: signs of life to it.
         self._beats = Beats.from_env(os.environ)
 
@@ -106,7 +114,10 @@ class Attachment:
         return cls(llm, args, env)
 
     def start(self, app: Any) -> None:
-        """Begin to run the agent, on the running loop."""
+        """Begin to run the agent, on the running loop; before the server takes its first request."""
+        env = self._env
+        num_servers = self._llm.vllm_config.parallel_config._api_process_count
+        self._is_mounted = env.has_surface and mount(app, self._args, env.token, num_servers, lambda: self._agent)
         self._task = asyncio.get_running_loop().create_task(self._run(app))
 
     async def aclose(self) -> None:
@@ -134,7 +145,9 @@ class Attachment:
         identity, who = self._env.identity, self.who
         try:
             await self._until_listening(app)
-            engine = VllmEngine(self._llm, completions_url=self._url(app), run_dir=self._env.run_dir)
+            url = self._url(app)
+            self._system_url = url if self._is_mounted else None
+            engine = VllmEngine(self._llm, completions_url=url, run_dir=self._env.run_dir)
             probe = Probe(engine)
             tasks = [asyncio.ensure_future(probe.run())]
             if self._beats is not None:
@@ -186,6 +199,7 @@ class Attachment:
                 config=self._env.agent,
                 ledger=ledger,
                 before=self._agent,
+                system_url=self._system_url,
             )
             _log.info("rlbus: worker %s of namespace %s is on %s", who, config.namespace, config.url)
             await self._host(agent, engine)
@@ -253,12 +267,9 @@ class Attachment:
             if port is None:
                 _log.warning("rlbus: the port of this server can't be told, so no completions URL is announced")
                 return None
-        if self._env.advertise_host is not None:
-            host = self._env.advertise_host
-        elif host in ("", "0.0.0.0", "::"):
-            host = local_address_towards(self._env.bus.servers[0])
+        host = reachable_host(host, self._env.advertise_host, self._env.bus.servers[0])
         scheme = "https" if args.ssl_keyfile and args.ssl_certfile else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return base_url(host, port, scheme)
 
 
 def _bound_port(app: Any) -> int | None:
@@ -267,14 +278,3 @@ def _bound_port(app: Any) -> int | None:
         for sock in server.sockets:
             return int(sock.getsockname()[1])
     return None
-
-
-def local_address_towards(url: str) -> str:
-    """The address of this machine from which it reaches the bus: where others on the bus can reach it, most likely."""
-    parts = urlsplit(url)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname or "127.0.0.1", parts.port or 4222))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"

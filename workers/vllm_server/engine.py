@@ -92,7 +92,7 @@ class VllmEngine:
         config = self._llm.vllm_config
         self._expected = await asyncio.to_thread(expected_tensors, config.model_config)
         backends = self._backends()
-        routes = {"pause_generation", "resume_generation", "flush_cache", "get_weight_checksums"}
+        routes = {"pause_generation", "resume_generation", "flush_cache", "get_weight_checksums", "set_weight_version"}
         if self._is_only_server:
             routes.add("abort_request")
         if self._expected is not None:
@@ -269,6 +269,10 @@ class VllmEngine:
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`."""
         await self._ready().load(path, version)
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._ready().label(version)
 
     async def checksums(self) -> ChecksumsData:
         """vLLM's own, by its fused parameter names, cut to 64 bits; on a CPU without the linear layers, which vLLM

@@ -85,7 +85,9 @@ class EndpointPlugin:
         self._llm: Any = None
 
     def attach_router(self, app: Any) -> None:
-        """Called while the application is built. Its life span is what the agent lives in; a sidecar asks `about`."""
+        """Called while the application is built. Its life span is what the agent lives in, and routes come with that; a
+        sidecar asks `about`.
+        """
         attach(app, self._about)
         inner = app.router.lifespan_context
 

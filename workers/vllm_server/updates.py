@@ -351,6 +351,10 @@ class Updates:
 
         await self._calls.hold("finish_weight_update", finish, LOAD_S, is_paused=True)
 
+    async def label(self, version: Version) -> None:
+        """See `LabelEngine.label_weights`."""
+        await self._label(str(version))
+
     async def _label(self, label: str) -> None:
         await self._calls.ask("update_weight_version", lambda: self._llm.update_weight_version(label), CALL_S)
 

@@ -10,6 +10,7 @@ from rlbus.controller.testing import V6, V7, announcement, plan_of
 from rlbus.schemas import (
     CommitWeights,
     DestroyGroup,
+    FinishUpdate,
     FlushCache,
     Generation,
     GetVersion,
@@ -23,6 +24,10 @@ from rlbus.schemas import (
     Result,
     ResultStatus,
     ResumeGeneration,
+    Sleep,
+    SleepData,
+    SleepTag,
+    WakeUp,
     WeightsData,
     WeightsState,
     WeightsView,
@@ -45,6 +50,9 @@ def result(status: ResultStatus = ResultStatus.OK, data: Any = None) -> Result:
 @pytest.mark.parametrize(
     ("before", "body", "data", "expected"),
     [
+        ({}, Sleep(), SleepData(asleep=(SleepTag.WEIGHTS,)), {"asleep": (SleepTag.WEIGHTS,)}),
+        ({"asleep": (SleepTag.WEIGHTS,)}, WakeUp(), SleepData(asleep=()), {"asleep": ()}),
+        ({}, FinishUpdate(version=V7), WeightsData(weights=CLEAN), {"weights": CLEAN}),
         (
             {},
             PauseGeneration(mode=PauseMode.WAIT),

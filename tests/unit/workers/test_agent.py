@@ -1,6 +1,8 @@
 """The agent on a bus in memory: commands, refusals, queries, announcements, the end."""
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,6 @@ from rlbus.schemas import (
     AbortRequest,
     Accepted,
     CommandRefused,
-    Descriptor,
     FaultCode,
     FlushCache,
     Generation,
@@ -269,20 +270,59 @@ def test_flood_of_garbage_is_counted_and_logged_once(caplog: pytest.LogCaptureFi
     assert caplog.text.count("refused") <= 2
 
 
-def test_routes_query_is_answered_with_the_descriptor() -> None:
-    """Dynamo's literal, on the plain reply subject."""
+def ask_routes(rig: Rig, query: bytes) -> list[dict[str, Any]]:
+    """What comes back on the plain reply subject, once something has."""
+    got: list[dict[str, Any]] = []
+    reply = f"my.reply.{len(query)}"
+    rig.bus.transport.subscribe(reply, lambda message: got.append(json.loads(message.data)))
+    rig.bus.transport.publish(f"dyn.{NAMESPACE}.{COMPONENT}.rl.routes", query, reply)
+    return got
+
+
+def test_dynamos_routes_query_is_answered_as_dynamo_does() -> None:
+    """Sorted, each once, with what is under /engine/ and no other key."""
 
     async def scenario(rig: Rig) -> None:
-        got: list[Descriptor] = []
-        rig.bus.subscribe("my.reply", Descriptor, lambda d, _: got.append(d))
-        rig.bus.transport.publish(f"dyn.{NAMESPACE}.{COMPONENT}.rl.routes", b'{"method": "routes"}', "my.reply")
-        await rig.send(GetVersion())
-        assert got == [rig.agent.descriptor]
-        assert "update_weights_from_distributed" in got[0].routes
-        assert "prepare_weights_update" in got[0].routes
-        assert list(got[0].routes) == sorted(set(got[0].routes))
+        [answer] = await after(rig, ask_routes(rig, b'{"method": "routes"}'))
+        assert set(answer) == {"status", "routes", "world_size"}
+        assert (answer["status"], answer["world_size"]) == ("ok", 1)
+        assert answer["routes"] == sorted(set(answer["routes"]))
+        assert {"liveness_probe", "pause_generation", "update_weights_from_disk"} <= set(answer["routes"])
+        assert not {"prepare_weights_update", "put_manifest", "update_weights_from_tensor"} & set(answer["routes"])
 
     on_worker(scenario)
+
+
+@pytest.mark.parametrize(
+    "query", [b'{"method": "reload"}', b'{"method": 1}', b'{"method": ""}', b'{"method": "routes", "kwargs": 1}']
+)
+def test_another_method_is_refused_in_dynamos_shape(query: bytes) -> None:
+    """The bus has no caller-chosen methods."""
+
+    async def scenario(rig: Rig) -> None:
+        [answer] = await after(rig, ask_routes(rig, query))
+        assert answer["status"] == "error"
+        assert answer["message"]
+
+    on_worker(scenario)
+
+
+@pytest.mark.parametrize("query", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000])
+def test_a_query_that_names_no_method_is_answered_with_the_descriptor(query: bytes) -> None:
+    """For rlbus' own parts."""
+
+    async def scenario(rig: Rig) -> None:
+        [answer] = await after(rig, ask_routes(rig, query))
+        assert answer["instance_id"] == rig.agent.descriptor.instance_id
+        assert "prepare_weights_update" in answer["routes"]
+
+    on_worker(scenario)
+
+
+async def after(rig: Rig, got: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers, once the worker has been through what came before."""
+    await rig.send(GetVersion())
+    return got
 
 
 def test_announcements_come_at_start_on_change_as_heartbeat_and_as_goodbye() -> None:

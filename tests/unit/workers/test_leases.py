@@ -281,6 +281,7 @@ def test_an_update_that_begins_after_the_lease_ended_is_left_alone() -> None:
     after, actions = decide(healing, Released("a", NOW))
     assert (after.session, after.running, actions) == (SESSION, None, ())
     received = replace(after, session=replace(SESSION, is_received=True))
+    assert SESSION.version is not None
     commit = CommitWeights(update_op_id="u", version=SESSION.version)
     clean = decide(replace(received, running=Running("c", commit)), Ended("c", NOW))[0]
     assert clean.lease == Lease(RETRY_S)  # time to flush; then it resumes by itself

@@ -103,6 +103,7 @@ ROUTES = served_routes(
             "update_weights_from_distributed",
             "update_weights_from_disk",
             "get_weight_checksums",
+            "set_weight_version",
         }
     )
 )

@@ -20,6 +20,7 @@ def test_path_must_be_below_a_root_whatever_its_spelling(tmp_path: Path) -> None
     roots = (str(root),)
     assert path_problem(str(root / "in"), roots) is None
     assert path_problem(str(root / "not-there-yet"), roots) is None
+    assert path_problem(f"{root}/a\0b", roots) is not None
     for bad in (str(tmp_path / "root2"), str(root / "out" / "x"), str(root / "in/../../root2"), "in", "/", ""):
         problem = path_problem(bad, roots)
         assert problem is not None

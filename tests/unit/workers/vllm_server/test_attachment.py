@@ -20,9 +20,10 @@ from rlbus.schemas import (
     WorkerMessage,
 )
 from rlbus.testing import LoopClock, MemoryBroker, run
+from rlbus.workers.addresses import local_address_towards
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.vllm_server import engine as engine_module
-from rlbus.workers.vllm_server.attachment import MAX_RETRY_S, Attachment, WorkerEnv, local_address_towards
+from rlbus.workers.vllm_server.attachment import MAX_RETRY_S, Attachment, WorkerEnv
 from tests.unit.workers.vllm_server.fake_llm import FakeLLM, config
 
 pytestmark = pytest.mark.unit
@@ -33,7 +34,9 @@ ENV = {"RLBUS_URL": URL, "RLBUS_NAMESPACE": "ns", "RLBUS_INSTANCE_ID": "7"}
 
 def args(**given: Any) -> Any:
     """vLLM's options that are looked at."""
-    return SimpleNamespace(**{"host": "127.0.0.1", "port": 8000, "uds": None, "ssl_keyfile": None, **given})
+    return SimpleNamespace(
+        **{"host": "127.0.0.1", "port": 8000, "uds": None, "ssl_keyfile": None, "api_key": None, **given}
+    )
 
 
 def server(index: int, count: int = 3) -> Any:
@@ -45,7 +48,10 @@ def app(port: int | None = None, *, is_up: bool = True) -> Any:
     """The application, with its uvicorn server once there is one."""
     sock = SimpleNamespace(getsockname=lambda: ("127.0.0.1", port))
     listening = [] if port is None else [SimpleNamespace(sockets=[sock])]
-    return SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(started=is_up, servers=listening)))
+    return SimpleNamespace(
+        router=SimpleNamespace(routes=[]),
+        state=SimpleNamespace(server=SimpleNamespace(started=is_up, servers=listening)),
+    )
 
 
 def test_only_the_first_of_several_api_servers_has_an_agent() -> None:

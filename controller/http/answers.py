@@ -1,0 +1,126 @@
+"""What goes wrong, in vLLM's shape of an error and with a status that its clients and prime-rl's understand.
+
+A client that retries on 5xx only (prime-rl does) is told 503 for whatever passes by itself: a running op, no worker
+yet, no controller; and 4xx for what another try doesn't help.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from rlbus.errors import BrokenError, ConfigError, DeadlineError, FaultError, PartialError, RLBusError
+from rlbus.schemas import Fault, FaultCode, Outcome, Report
+
+# Response headers: which op it was, and the version that it gave the fleet.
+OP_ID = "x-rlbus-op-id"
+VERSION = "x-rlbus-version"
+# What a client that is told "later" should wait, in seconds; an op takes milliseconds to minutes.
+RETRY_AFTER_S = 1
+
+# Fault code -> status. Any other is 500.
+STATUS_OF: Mapping[FaultCode, HTTPStatus] = {
+    FaultCode.BAD_MESSAGE: HTTPStatus.BAD_REQUEST,
+    FaultCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    FaultCode.NO_ROUTE: HTTPStatus.NOT_IMPLEMENTED,
+    FaultCode.UNKNOWN_OP: HTTPStatus.NOT_FOUND,
+    FaultCode.WRONG_STATE: HTTPStatus.CONFLICT,
+    FaultCode.DIRTY: HTTPStatus.CONFLICT,
+    FaultCode.VERSION_REGRESSION: HTTPStatus.CONFLICT,
+    FaultCode.CANCELLED: HTTPStatus.CONFLICT,
+    FaultCode.MANIFEST_MISMATCH: HTTPStatus.UNPROCESSABLE_ENTITY,
+    FaultCode.BUSY: HTTPStatus.SERVICE_UNAVAILABLE,
+    FaultCode.NO_WORKER: HTTPStatus.SERVICE_UNAVAILABLE,
+    FaultCode.NOT_RECORDED: HTTPStatus.SERVICE_UNAVAILABLE,
+    FaultCode.CONTROLLER_LOST: HTTPStatus.SERVICE_UNAVAILABLE,
+    FaultCode.DEADLINE: HTTPStatus.GATEWAY_TIMEOUT,
+}
+# Outcomes of workers on which nothing changed, or no longer is changed.
+UNCHANGED = frozenset({Outcome.REFUSED, Outcome.UNDONE, Outcome.SKIPPED})
+
+
+class BadRequestError(RLBusError):
+    """The HTTP request itself is wrong, and nothing was begun. `param` is the field, None if it is none."""
+
+    def __init__(self, problem: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(problem, param, status)
+        self.problem = problem
+        self.param = param
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+def error(
+    status: HTTPStatus,
+    message: str,
+    *,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> JSONResponse:
+    """An error as vLLM's server words it; `details` stand beside it as `rlbus`, for who wants to know more."""
+    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
+    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
+    if details is not None:
+        body["rlbus"] = dict(details)
+    given = dict(headers or {})
+    if status is HTTPStatus.SERVICE_UNAVAILABLE:
+        given["retry-after"] = str(RETRY_AFTER_S)
+    return JSONResponse(body, status_code=status, headers=given)
+
+
+def error_of(exc: RLBusError, what: str, op_id: str | None = None) -> JSONResponse:
+    """The answer to a request that ended with `exc`; `what` is what was tried, as in "pause generation"."""
+    if isinstance(exc, BadRequestError):
+        return error(exc.status, exc.problem, param=exc.param)
+    details: dict[str, Any] | None = None
+    ended = exc if isinstance(exc, PartialError) else exc.__cause__  # see `rlbus.reports.raise_for_report`
+    if isinstance(ended, PartialError):
+        details, op_id = details_of(ended.report), ended.report.op_id
+    elif isinstance(exc, FaultError):
+        details = {"op_id": op_id, **_fault(exc.fault)}
+    headers = {} if op_id is None else {OP_ID: op_id}
+    return error(status_of(exc), f"Failed to {what}: {exc}", headers=headers, details=details)
+
+
+def status_of(exc: RLBusError) -> HTTPStatus:
+    """The status that says who has to do something, and whether the same request may succeed later."""
+    match exc:
+        case PartialError():
+            return _status_of_report(exc.report)
+        case FaultError():
+            return STATUS_OF.get(exc.fault.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+        case DeadlineError():
+            return HTTPStatus.GATEWAY_TIMEOUT
+        case BrokenError():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case ConfigError():
+            return HTTPStatus.BAD_REQUEST
+        case _:
+            return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _status_of_report(report: Report) -> HTTPStatus:
+    """A report's first cause decides where nothing changed on anybody; else it is a failure of the server's."""
+    is_unchanged = all(outcome.outcome in UNCHANGED for outcome in report.outcomes)
+    if not is_unchanged or report.fault is None:
+        return HTTPStatus.INTERNAL_SERVER_ERROR
+    return STATUS_OF.get(report.fault.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def details_of(report: Report) -> dict[str, Any]:
+    """A report in short: one outcome per worker, and why."""
+    outcomes = [
+        {"worker": o.worker, "outcome": o.outcome.value, "phase": o.phase}
+        | ({} if o.fault is None else _fault(o.fault))
+        for o in report.outcomes
+    ]
+    found: dict[str, Any] = {"op_id": report.op_id, "status": report.status.value, "outcomes": outcomes}
+    return found if report.fault is None else found | _fault(report.fault)
+
+
+def _fault(fault: Fault) -> dict[str, Any]:
+    return {"code": fault.code.value, "message": fault.message, "retryable": fault.retryable}

@@ -1,0 +1,334 @@
+"""Updates that somebody else's trainer drives, on the whole fleet: one step of vLLM's weight transfer, on every worker.
+
+The trainer says once what a server would be told, and each worker is told its own: its rank offset from the real world
+sizes, its share of a list with an entry per rank. A step that fails on one worker ends on all of them at once, since
+the others wait for it in a collective. Between the steps the fleet stands still under leases, so that a trainer that
+dies leaves nobody paused.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlbus.controller import admission
+from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.causes import fault
+from rlbus.controller.line import Line
+from rlbus.controller.op import PROGRESS_S, Op
+from rlbus.controller.op_ids import PAUSE_STEP, derive_step
+from rlbus.controller.registry import Member, Registry
+from rlbus.controller.verbs import FleetVerb
+from rlbus.schemas import (
+    AbortWeights,
+    ApplyUpdate,
+    CommandBody,
+    Fault,
+    FaultCode,
+    FinishUpdate,
+    Generation,
+    InitTransfer,
+    Outcome,
+    PauseGeneration,
+    RenewLease,
+    Report,
+    ShutdownTransfer,
+    StartUpdate,
+    TransferFleet,
+    TransferStep,
+    Version,
+    WeightsState,
+    WorkerId,
+    WorkerOutcome,
+)
+
+# How long the fleet stands still for a trainer between two steps, in seconds; as a pause over HTTP.
+HOLD_S = 600.0
+# How long others are heard out after one has failed, in seconds: they may have failed by the same cause.
+HEAR_OUT_S = 0.5
+# The route that each step needs, which is also the name of its op.
+ROUTES: Mapping[TransferStep, str] = {
+    TransferStep.INIT: "init_weight_transfer_engine",
+    TransferStep.START: "start_weight_update",
+    TransferStep.UPDATE: "update_weights",
+    TransferStep.FINISH: "finish_weight_update",
+    TransferStep.SHUTDOWN: "shutdown_weight_transfer_engine",
+}
+Bodies = Mapping[WorkerId, CommandBody]
+
+
+class Transfers:
+    """What a controller knows of such an update between its steps: with whom the group was formed.
+
+    A controller that takes over knows nothing of it and goes by who is there: a worker that isn't in the group refuses.
+    """
+
+    def __init__(self, line: Line, registry: Registry) -> None:
+        self._line = line
+        self._registry = registry
+        # Boots of those that the last init reached; None: nobody that we know of.
+        self._boots: dict[WorkerId, str] | None = None
+
+    def problem(self, request: TransferFleet, members: Sequence[Member]) -> Fault | None:
+        """Why this step can't be taken. Pure but for what was seen before; nothing has changed then."""
+        if (missing := admission.check_route(members, ROUTES[request.step])) is not None:
+            return missing
+        match request.step:
+            case TransferStep.INIT | TransferStep.UPDATE:
+                bodies = bodies_of(request, members)
+                return bodies if isinstance(bodies, Fault) else self._changed(request, members)
+            case TransferStep.START:
+                return self._changed(request, members)
+            case TransferStep.FINISH:
+                version = self.version(request)
+                return admission.check_version(self._registry, members, version, allow_rollback=False)
+            case _:
+                return None
+
+    def version(self, request: TransferFleet) -> Version:
+        """What a finish makes the fleet's version: what it says, else the next step."""
+        return admission.next_version(self._registry) if request.version is None else request.version
+
+    async def run(self, op: Op, request: TransferFleet, members: Sequence[Member]) -> tuple[Report, Version | None]:
+        """Take the step; the report, and the version that somebody is at because of it.
+
+        Cancel: workers go on with what they were sent; `Op.stop` is the way to take it back.
+        """
+        verb = TransferVerb(op, self._line, members, self._registry)
+        match request.step:
+            case TransferStep.INIT:
+                bodies = bodies_of(request, members)
+                assert not isinstance(bodies, Fault)
+                report = await verb.join(bodies)
+                is_formed = all(o.outcome is Outcome.OK for o in report.outcomes)
+                self._boots = {m.worker: m.boot_id for m in members} if is_formed else None
+            case TransferStep.START:
+                report = await verb.start(request)
+            case TransferStep.UPDATE:
+                bodies = bodies_of(request, members)
+                assert not isinstance(bodies, Fault)
+                report = await verb.update(request, bodies)
+                if verb.has_left:
+                    self._boots = None
+            case TransferStep.FINISH:
+                version = self.version(request)
+                report, is_done = await verb.finish(request, version)
+                return report, version if is_done else None
+            case TransferStep.SHUTDOWN:
+                self._boots = None
+                report = await verb.shutdown(request)
+        return report, None
+
+    def _changed(self, request: TransferFleet, members: Sequence[Member]) -> Fault | None:
+        """Whether others are there than the group was formed with: a collective would wait for ever (SCENARIOS 59)."""
+        if request.step is TransferStep.INIT or self._boots is None:
+            return None
+        now = {m.worker: m.boot_id for m in members}
+        differing = sorted(w for w in now.keys() | self._boots.keys() if now.get(w) != self._boots.get(w))
+        if not differing:
+            return None
+        names = ", ".join(differing)
+        message = (
+            f"the fleet has changed since the group was formed ({names}); form it again: init_weight_transfer_engine"
+        )
+        return fault(FaultCode.WRONG_STATE, message, workers=names)
+
+
+def bodies_of(request: TransferFleet, members: Sequence[Member]) -> Bodies | Fault:
+    """What each worker is told in an init or an update; a fault if that can't be said. Pure."""
+    info = _parsed(request.info)
+    if isinstance(info, Fault):
+        return info
+    if request.step is TransferStep.INIT:
+        return _inits(info, members)
+    if not isinstance(info, list):
+        return {m.worker: ApplyUpdate(info=json.dumps(info)) for m in members}
+    num_ranks = sum(m.descriptor.world_size for m in members)
+    if len(info) != num_ranks:
+        message = (
+            f"update_info has {len(info)} entries, and the fleet {num_ranks} ranks; give one for each, or one for all"
+        )
+        return fault(FaultCode.BAD_MESSAGE, message)
+    bodies: dict[WorkerId, CommandBody] = {}
+    first = 0
+    for member in members:
+        size = member.descriptor.world_size
+        bodies[member.worker] = ApplyUpdate(info=json.dumps(info[first : first + size]))
+        first += size
+    return bodies
+
+
+def _inits(info: Any, members: Sequence[Member]) -> Bodies | Fault:
+    """Rank offsets from the real world sizes, in the order of `members` (SCENARIOS 17)."""
+    if not isinstance(info, dict):
+        return fault(FaultCode.BAD_MESSAGE, "init_info has to be an object")
+    if "rank_offset" not in info:  # a backend without ranks, such as CUDA IPC
+        return {m.worker: InitTransfer(info=json.dumps(info)) for m in members}
+    first, size = info["rank_offset"], info.get("world_size")
+    if type(first) is not int or first < 0 or (size is not None and type(size) is not int):
+        return fault(FaultCode.BAD_MESSAGE, "rank_offset and world_size have to be numbers")
+    num_ranks = sum(m.descriptor.world_size for m in members)
+    if size is not None and size != first + num_ranks:
+        listed = ", ".join(f"{m.worker} {m.descriptor.world_size}" for m in members)
+        message = (
+            f"world_size is {size}, but {first} ranks of the trainer and {num_ranks} of workers are {first + num_ranks}"
+        )
+        return fault(FaultCode.WRONG_STATE, f"{message} ({listed})")
+    bodies: dict[WorkerId, CommandBody] = {}
+    for member in members:
+        bodies[member.worker] = InitTransfer(info=json.dumps(info | {"rank_offset": first}))
+        first += member.descriptor.world_size
+    return bodies
+
+
+def _parsed(text: str | None) -> Any:
+    try:
+        info = json.loads(text or "")
+    except (ValueError, RecursionError) as exc:
+        return fault(FaultCode.BAD_MESSAGE, f"info is no JSON: {exc}")
+    items = info if isinstance(info, list) else [info]
+    if not items or not all(isinstance(item, dict) for item in items):
+        return fault(FaultCode.BAD_MESSAGE, "info has to be an object, or a list of objects")
+    return info
+
+
+def owner_of(request: TransferFleet) -> str:
+    """In whose name the fleet stands still between the steps: the trainer's, so that any of its steps finds its own."""
+    # Like every pause of an update: after a failure the next one takes it over.
+    return f"{request.caller}-{PAUSE_STEP}"
+
+
+class TransferVerb(FleetVerb):
+    """One step on `members`. Each method is called once.
+
+    Cancel, of every coroutine: workers go on with what they were sent.
+    """
+
+    def __init__(self, op: Op, line: Line, members: Sequence[Member], registry: Registry) -> None:
+        super().__init__(op, line, [m.worker for m in members])
+        self._registry = registry
+        self._members = tuple(members)
+        # Whether everybody was told to leave the group, because one failed.
+        self.has_left = False
+
+    async def join(self, bodies: Bodies) -> Report:
+        """Form the group on everybody, or on nobody."""
+        answers = await self._race("init", bodies)
+        self._book.note("init", answers)
+        await self._leave_unless_well("init", answers)
+        return self._report()
+
+    async def start(self, request: TransferFleet) -> Report:
+        """Pause whoever runs, and open the update; where that fails on one, everybody goes back."""
+        owner = owner_of(request)
+        running = [m.worker for m in self._members if not _is_held_by_another(m, owner)]
+        pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, owner=owner, lease_s=HOLD_S)
+        await self._pause_all(pause, running)
+        if self._is_over():
+            return self._report()
+        answers = await self._ask("start", "start", StartUpdate(), self._workers)
+        self._book.note("start", answers)
+        if self._is_over():
+            opened = [w for w, answer in answers.items() if answer.is_ok]
+            op_id = derive_step(self._op.op_id, self._line.term, "start")
+            await self._ask(
+                "undo", "close", AbortWeights(update_op_id=op_id, reason="others failed"), opened, is_final=True
+            )
+            self._book.undone(opened, "start")
+            self._note_undo(await self._resume("undo", running))
+        return self._report()
+
+    async def update(self, request: TransferFleet, bodies: Bodies) -> Report:
+        """Everybody receives. Where one fails the group is left on all: those that had received are torn."""
+        answers = await self._race("update", bodies)
+        self._book.note("update", answers)
+        await self._leave_unless_well("update", answers)
+        owned = self._owned(request)
+        await self._ask("update", "keep", RenewLease(owner=owner_of(request), lease_s=HOLD_S), owned, is_final=True)
+        return self._report()
+
+    async def finish(self, request: TransferFleet, version: Version) -> tuple[Report, bool]:
+        """Everybody becomes clean at `version`, and generates again; the report, and whether anybody did."""
+        owned = self._owned(request)
+        answers = await self._ask("finish", "finish", FinishUpdate(version=version), self._workers, is_final=True)
+        self._book.note("finish", answers)
+        done = [w for w, answer in answers.items() if answer.is_ok]
+        # Two versions side by side serve nobody: who isn't at the new one stays as it is. Caches go with the resume.
+        freed = await self._resume("resume", [w for w in done if w in owned])
+        self._book.note("resume", freed, is_changed=True)
+        return self._report(version=version), bool(done)
+
+    async def shutdown(self, request: TransferFleet) -> Report:
+        """Everybody leaves the group; an update that is open is given up, and whoever isn't torn generates again."""
+        owned = self._owned(request)
+        answers = await self._ask("shutdown", "shutdown", ShutdownTransfer(), self._workers, is_final=True)
+        self._book.note("shutdown", answers)
+        freed = await self._resume("resume", [w for w in owned if answers[w].is_ok])
+        # Torn weights refuse, which is what they have to: the next update heals them.
+        refused = {w: a for w, a in freed.items() if a.fault is not None and a.fault.code is not FaultCode.DIRTY}
+        self._book.note("resume", refused, is_changed=True)
+        return self._report()
+
+    async def _race(self, phase: str, bodies: Bodies) -> dict[WorkerId, StepAnswer]:
+        """Each worker its own body; the answers up to the first that isn't ok, since the others then wait in vain."""
+        self._op.enter(phase, total=len(bodies))
+        stopping = self._loop.create_task(self._op.stopped.wait())
+        tasks = {self._loop.create_task(self._one(phase, w, body)): w for w, body in bodies.items()}
+        answers: dict[WorkerId, StepAnswer] = {}
+        pending: set[asyncio.Task[Any]] = set(tasks)
+        try:
+            while pending and not stopping.done() and all(a.is_ok for a in answers.values()):
+                waited = pending | {stopping}
+                done, _ = await asyncio.wait(waited, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+                answers |= {w: task.result() for task, w in tasks.items() if task in done}
+                pending -= done
+                self._op.count(len(answers))
+                self._op.tick()
+            if pending and not stopping.done():
+                done, pending = await asyncio.wait(pending, timeout=HEAR_OUT_S)
+                answers |= {w: task.result() for task, w in tasks.items() if task in done}
+        finally:
+            for task in (*pending, stopping):
+                task.cancel()
+            await asyncio.gather(*pending, stopping, return_exceptions=True)
+        if self._op.stop_fault is not None:
+            answers |= {w: unknown(self._op.stop_fault) for task, w in tasks.items() if task in pending}
+        return answers
+
+    async def _one(self, step: str, worker: WorkerId, body: CommandBody) -> StepAnswer:
+        found: list[StepAnswer] = []
+        why = await self._fan_out(step, body, [worker], False, lambda _, answer: found.append(answer))
+        return found[0] if found else why or self._why_missing(None)
+
+    async def _leave_unless_well(self, phase: str, answers: Mapping[WorkerId, StepAnswer]) -> None:
+        """Where one has failed, nobody stays in the group, or in a collective without it; unless nobody began."""
+        refused = [w for w, answer in answers.items() if answer.outcome is Outcome.REFUSED]
+        is_well = not self._is_over() and not self._op.stopped.is_set()
+        if is_well or len(refused) == len(self._workers):
+            return
+        self.has_left = True
+        left = await self._ask("undo", "leave", ShutdownTransfer(), self._workers, is_final=True)
+        for worker in self._workers:
+            before = answers.get(worker)
+            if before is not None and not before.is_ok:
+                continue
+            answer = left[worker]
+            why = answer.fault or fault(FaultCode.GROUP_FAILED, "another worker failed, and the group was left")
+            outcome = Outcome.UNDONE if phase == "init" and answer.is_ok else Outcome.FAILED
+            self._book.outcomes[worker] = WorkerOutcome(
+                worker=worker, outcome=outcome, phase=phase, fault=None if outcome is Outcome.UNDONE else why
+            )
+
+    def _owned(self, request: TransferFleet) -> list[WorkerId]:
+        """Those that stand still in the trainer's name, now."""
+        owner = owner_of(request)
+        current = [m for w in self._workers if (m := self._registry.get(w)) is not None]
+        return [m.worker for m in current if m.status.pause is not None and m.status.pause.owner == owner]
+
+
+def _is_held_by_another(member: Member, owner: str) -> bool:
+    """Whether somebody else pauses it already, and will resume it: torn weights that an update left are nobody's."""
+    status = member.status
+    if status.generation is not Generation.PAUSED or status.pause is None or status.pause.owner == owner:
+        return False
+    return status.weights.state is not WeightsState.DIRTY

@@ -1,0 +1,220 @@
+"""Updates that somebody else's trainer drives: the rules of any update, whatever the trainer and the backend say."""
+
+import asyncio
+import json
+
+import pytest
+
+from rlbus.schemas import (
+    ApplyUpdate,
+    CommitWeights,
+    FaultCode,
+    FinishUpdate,
+    Generation,
+    InitTransfer,
+    PauseGeneration,
+    ResultStatus,
+    ResumeGeneration,
+    ShutdownTransfer,
+    StartUpdate,
+    Version,
+    WeightsData,
+    WeightsState,
+)
+from rlbus.testing import run
+from rlbus.workers.engines.fake import ROUTES, FakeEngine
+from rlbus.workers.engines.fake_script import Step, failing
+from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.testing import Rig, code_of, on_worker, updated, worker_on_bus
+
+pytestmark = pytest.mark.unit
+
+V1, V2 = Version(step=1), Version(step=2)
+INIT = InitTransfer(info=json.dumps({"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}))
+
+
+def brings(step: int) -> ApplyUpdate:
+    """The bytes of version 0.`step`."""
+    return ApplyUpdate(info=json.dumps({"step": step}))
+
+
+def weights(rig: Rig) -> tuple[WeightsState, Version | None]:
+    """As the worker says."""
+    return rig.agent.state.weights.state, rig.agent.state.weights.version
+
+
+async def begun(rig: Rig) -> None:
+    """Up to an open update."""
+    for body in (INIT, PauseGeneration(), StartUpdate()):
+        assert (await rig.send(body)).status is ResultStatus.OK
+
+
+def test_a_foreign_update_is_whole_only_when_it_is_finished() -> None:
+    """Updating from its first bytes on, clean at the version that its end names, flushed when it resumes."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        assert weights(rig)[0] is WeightsState.CLEAN
+        assert (await rig.send(brings(2))).status is ResultStatus.OK
+        assert weights(rig) == (WeightsState.UPDATING, None)
+        assert code_of(await rig.send(ResumeGeneration())) is FaultCode.BUSY
+        result = await rig.send(FinishUpdate(version=V2))
+        assert isinstance(result.data, WeightsData)
+        assert weights(rig) == (WeightsState.CLEAN, V2)
+        assert (await rig.send(ResumeGeneration())).status is ResultStatus.OK
+        assert list(rig.engine.calls).count("flush_cache") == 1
+        assert rig.engine.violations == []
+
+    on_worker(scenario)
+
+
+def test_without_a_name_it_is_the_next_step() -> None:
+    """vLLM's own trainers may not say a version; all workers of a fleet count the same."""
+
+    async def scenario(rig: Rig) -> None:
+        await updated(rig, V2)
+        await begun(rig)
+        await rig.send(brings(3))
+        await rig.send(FinishUpdate())
+        assert rig.agent.state.weights.version == Version(step=3)
+
+    on_worker(scenario)
+
+
+@pytest.mark.parametrize("body", [brings(1), FinishUpdate(version=V1)], ids=["update", "finish"])
+def test_nothing_is_received_or_finished_that_was_not_started(body: ApplyUpdate | FinishUpdate) -> None:
+    """Refused before the engine is asked."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.send(INIT)
+        await rig.send(PauseGeneration())
+        assert code_of(await rig.send(body)) is FaultCode.WRONG_STATE
+        assert not {"update_native", "finish_native"} & set(rig.engine.calls)
+
+    on_worker(scenario)
+
+
+def test_it_is_refused_while_the_engine_generates() -> None:
+    """Also when somebody resumed the engine behind the agent's back."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.send(INIT)
+        assert code_of(await rig.send(StartUpdate())) is FaultCode.WRONG_STATE
+        await rig.send(PauseGeneration())
+        rig.engine.requests.resume()
+        assert code_of(await rig.send(StartUpdate())) is FaultCode.WRONG_STATE
+        assert "start_native" not in rig.engine.calls
+
+    on_worker(scenario)
+
+
+@pytest.mark.parametrize("info", ["{", "7", "[]", '["a"]'])
+def test_info_that_is_no_object_is_refused(info: str) -> None:
+    """Nothing has changed."""
+
+    async def scenario(rig: Rig) -> None:
+        assert code_of(await rig.send(InitTransfer(info=info))) is FaultCode.BAD_MESSAGE
+        await begun(rig)
+        assert code_of(await rig.send(ApplyUpdate(info=info))) is FaultCode.BAD_MESSAGE
+        assert rig.agent.state.weights.state is WeightsState.CLEAN
+
+    on_worker(scenario)
+
+
+@pytest.mark.parametrize(
+    ("step", "state"),
+    [(failing(after_parts=0), WeightsState.CLEAN), (failing(after_parts=1), WeightsState.DIRTY)],
+    ids=["before the first tensor", "after it"],
+)
+def test_a_failed_one_leaves_what_was_or_torn_weights_and_no_open_update(step: Step, state: WeightsState) -> None:
+    """SCENARIOS 5: the next update can start."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        assert (await rig.send(brings(1))).status is ResultStatus.FAILED
+        assert rig.agent.state.weights.state is state
+        assert not rig.engine.is_native_open
+        assert code_of(await rig.send(FinishUpdate(version=V1))) is FaultCode.WRONG_STATE
+        assert (await rig.send(StartUpdate())).status is ResultStatus.OK
+        assert (await rig.send(brings(2))).status is ResultStatus.OK
+        assert (await rig.send(FinishUpdate(version=V2))).status is ResultStatus.OK
+        assert not rig.engine.is_torn
+
+    on_worker(scenario, {"update_native": {1: step}})
+
+
+def test_a_start_gives_up_what_an_earlier_one_left_open() -> None:
+    """Its trainer is gone; what it brought is torn until the new one is finished."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        await rig.send(brings(1))
+        assert (await rig.send(StartUpdate())).status is ResultStatus.OK
+        assert rig.agent.state.weights.state is WeightsState.DIRTY
+        assert code_of(await rig.send(FinishUpdate(version=V2))) is FaultCode.WRONG_STATE
+
+    on_worker(scenario)
+
+
+def test_a_version_only_grows() -> None:
+    """As with every update."""
+
+    async def scenario(rig: Rig) -> None:
+        await updated(rig, V2)
+        await begun(rig)
+        await rig.send(brings(1))
+        assert code_of(await rig.send(FinishUpdate(version=V1))) is FaultCode.VERSION_REGRESSION
+
+    on_worker(scenario)
+
+
+def test_a_trainer_that_hangs_is_let_go_by_a_shutdown() -> None:
+    """The stuck receive is released, the weights count as torn."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        stuck = rig.post(brings(1))
+        await stuck.until(lambda sent: sent.is_accepted)
+        assert (await rig.send(ShutdownTransfer())).status is ResultStatus.OK
+        assert (await stuck.result()).status is ResultStatus.FAILED
+        assert rig.engine.native_info is None
+        assert rig.agent.state.running is None
+
+    on_worker(scenario, {"update_native": {1: Step(hangs=True, after_parts=1)}})
+
+
+def test_a_pause_whose_lease_ends_gives_the_update_up() -> None:
+    """Nobody renewed it: before the first byte the worker generates again, on what it had."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.send(INIT)
+        await rig.send(PauseGeneration(lease_s=5.0))
+        await rig.send(StartUpdate())
+        await asyncio.sleep(20.0)
+        assert rig.agent.state.pause is None
+        assert rig.agent.state.session is None
+        assert (await rig.engine.observe()).generation is Generation.RUNNING
+
+    on_worker(scenario)
+
+
+def test_it_and_an_update_of_rlbus_do_not_mix() -> None:
+    """A commit of ours doesn't end it."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        await rig.send(brings(1))
+        assert code_of(await rig.send(CommitWeights(update_op_id="u", version=V1))) is FaultCode.WRONG_STATE
+
+    on_worker(scenario)
+
+
+def test_an_engine_without_it_refuses_every_part() -> None:
+    """Nothing is emulated."""
+
+    async def main() -> None:
+        async with worker_on_bus(FakeEngine(routes=ROUTES - NATIVE_ROUTES)) as rig:
+            for body in (INIT, ShutdownTransfer(), StartUpdate(), brings(1), FinishUpdate()):
+                assert code_of(await rig.send(body)) is FaultCode.NO_ROUTE
+
+    run(main())

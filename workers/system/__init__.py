@@ -1,0 +1,1 @@
+"""The HTTP surface of a worker, on its `system_url`."""

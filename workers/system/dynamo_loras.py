@@ -1,0 +1,173 @@
+"""Dynamo's routes for adapters: `load_lora`, `unload_lora`, and `/v1/loras`.
+
+Dynamo loads a name from a URI; here a name has revisions, whose bytes never change. `policy@7` asks for that revision;
+of `policy` alone the files decide: those that are there already keep their revision, others get the next one, and
+requests that name `policy` get the newest.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from rlbus.adapter import AdapterError, adapter_sum
+from rlbus.schemas import (
+    FolderSource,
+    GetLoras,
+    LoadLora,
+    LorasData,
+    LoraState,
+    ResultStatus,
+    UnloadLora,
+    is_lora_name,
+    lora_id,
+    split_lora_id,
+)
+from rlbus.workers.preconditions import path_problem
+from rlbus.workers.state import WorkerState
+from rlbus.workers.system.calls import Call, OpError
+from rlbus.workers.system.dynamo_bodies import fields_of, said
+
+Reply = dict[str, Any]
+
+
+class Named(NamedTuple):
+    """What a caller calls an adapter; without a revision it is the newest."""
+
+    name: str
+    revision: int | None
+
+
+async def load_lora(call: Call) -> Reply:
+    """From a folder below the adapter roots."""
+    fields = fields_of(call)
+    _check_known(fields, "lora_name", "source")
+    asked = _named(fields)
+    source = fields.get("source")
+    if not isinstance(source, dict) or not source:
+        raise said("'source' object is required in request")
+    _check_known(source, "uri", where="source.")
+    uri = source.get("uri")
+    if not isinstance(uri, str) or not uri:
+        raise said("'source.uri' is required and must be a string")
+    path = _path_of(uri)
+    checksum = await _checksum(call, path)
+    revision = asked.revision or _revision_of(call.agent.state, asked.name, checksum)
+    loads = LoadLora(name=asked.name, revision=revision, checksum=checksum, source=FolderSource(path=path))
+    result = await call.do(loads)
+    name = str(fields["lora_name"])
+    return {
+        "status": "success",
+        "message": f"LoRA adapter '{name}' loaded successfully as {lora_id(asked.name, revision)}",
+        "lora_name": name,
+        "lora_id": revision,
+        "hot_swap": isinstance(result.data, LorasData) and result.data.hot_swap,
+    }
+
+
+async def unload_lora(call: Call) -> Reply:
+    """One revision; of a name alone all that are loaded, oldest first."""
+    fields = fields_of(call)
+    _check_known(fields, "lora_name")
+    return await _unload(call, _named(fields))
+
+
+async def unload_by_path(call: Call) -> Reply:
+    """`DELETE /v1/loras/<name>`."""
+    return await _unload(call, _named({"lora_name": call.request.path_params["lora_name"]}))
+
+
+async def list_loras(call: Call) -> Reply:
+    """By the engine's own word."""
+    result = await call.do(GetLoras())
+    assert isinstance(result.data, LorasData)
+    loaded = [one for one in result.data.loras if one.state is not LoraState.DRAINING]
+    loras = {one.name if one.revision is None else lora_id(one.name, one.revision): one.revision for one in loaded}
+    return {"status": "success", "loras": loras, "count": len(loras)}
+
+
+async def _unload(call: Call, asked: Named) -> Reply:
+    loaded = sorted(
+        one.revision
+        for one in call.agent.state.adapters
+        if one.name == asked.name and asked.revision in (None, one.revision)
+    )
+    if not loaded:
+        if call.agent.journal.find(call.name) is None:
+            has = sorted(lora_id(one.name, one.revision) for one in call.agent.state.adapters)
+            name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
+            raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}")
+        # A repeat of a call that has ended; the journal answers.
+        known = (revision for name, revision, _ in call.agent.state.known_sums if name == asked.name)
+        loaded = [asked.revision or max(known, default=1)]
+    for revision in loaded[:-1]:
+        await call.do(UnloadLora(name=asked.name, revision=revision), f"r{revision}")
+    revision = loaded[-1]
+    result = await call.submit(UnloadLora(name=asked.name, revision=revision))
+    if result.status is not ResultStatus.OK:
+        raise OpError(result)
+    name = lora_id(asked.name, revision) if asked.revision else asked.name
+    return {
+        "status": "success",
+        "message": f"LoRA adapter '{name}' unloaded successfully",
+        "lora_name": name,
+        "lora_id": revision,
+    }
+
+
+def _named(fields: dict[str, Any]) -> Named:
+    name = fields.get("lora_name")
+    if not isinstance(name, str) or not name:
+        raise said("'lora_name' is required and must be a string")
+    if (both := split_lora_id(name)) is not None:
+        return Named(*both)
+    if not is_lora_name(name):
+        raise said(f"'lora_name' is {name!r}; use letters, digits, _ . - and maybe @revision, as policy@7")
+    return Named(name, None)
+
+
+def _check_known(fields: dict[str, Any], *names: str, where: str = "") -> None:
+    unknown = sorted(set(fields) - set(names))
+    if unknown:
+        raise said(f"there is no field '{where}{unknown[0]}' here")
+
+
+def _path_of(uri: str) -> str:
+    """The folder that a URI means: a plain path, or file:// on this machine."""
+    if uri.startswith("/"):
+        return uri
+    try:
+        parts = urlsplit(uri)
+        is_folder = parts.scheme == "file" and parts.netloc in ("", "localhost") and not (parts.query or parts.fragment)
+    except ValueError:
+        is_folder = False
+    if not is_folder:
+        raise said("'source.uri' has to be file:///FOLDER, below one of this worker's adapter roots (RLBUS_LORA_ROOTS)")
+    return unquote(parts.path)
+
+
+async def _checksum(call: Call, path: str) -> str:
+    """Of the files that are there now; the worker copies them, and refuses if they have changed by then."""
+    roots = call.agent.config.lora_roots
+
+    def look() -> str:
+        problem = path_problem(path, roots, "adapter root", "RLBUS_LORA_ROOTS")
+        if problem is not None:
+            raise said(problem.message)
+        return adapter_sum(Path(path)).checksum
+
+    try:
+        async with asyncio.timeout(call.limit_s):
+            return await asyncio.to_thread(look)
+    except AdapterError as exc:
+        raise said(str(exc)) from exc
+    except TimeoutError as exc:
+        raise said(f"reading {path} took longer than {call.limit_s:g} s") from exc
+
+
+def _revision_of(state: WorkerState, name: str, checksum: str) -> int:
+    """The revision that these files have here already, else the next."""
+    known = [(one.revision, one.checksum) for one in state.adapters if one.name == name]
+    known += [(revision, found) for known_name, revision, found in state.known_sums if known_name == name]
+    same = [revision for revision, found in known if found == checksum]
+    return max(same) if same else max((revision for revision, _ in known), default=0) + 1
