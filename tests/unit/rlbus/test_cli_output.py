@@ -27,6 +27,7 @@ from rlbus.schemas import (
     PausedData,
     PauseView,
     Report,
+    ResultData,
     SleepData,
     SleepTag,
     Target,
@@ -87,9 +88,9 @@ def test_a_sleeper_is_loud_and_its_report_says_what_was_freed(capsys: pytest.Cap
     assert warnings_of(asleep, 0.0) == ["is ASLEEP: kv_cache; it generates nothing until `rlbus wake`"]
     data = SleepData(asleep=(SleepTag.KV_CACHE,), num_bytes=3 << 20)
     told = AbortedData(num_aborted=2, num_deferred=1, num_left=1)
+    results: tuple[ResultData, ...] = (data, SleepData(asleep=()), told)
     outcomes = tuple(
-        WorkerOutcome(worker=WorkerId(f"b/{n}"), outcome=Outcome.OK, phase="p", data=d)
-        for n, d in enumerate((data, SleepData(asleep=()), told))
+        WorkerOutcome(worker=WorkerId(f"b/{n}"), outcome=Outcome.OK, phase="p", data=d) for n, d in enumerate(results)
     )
     show_report(Output(False), msgspec.structs.replace(report_of(OpStatus.OK), outcomes=outcomes))
     out = capsys.readouterr().out
