@@ -16,6 +16,7 @@ from typing import Any
 
 from rlbus.workers.vllm_server.about import About, attach, requests_of
 from rlbus.workers.vllm_server.attachment import SUPERVISED, Attachment
+from rlbus.workers.vllm_server.guards import Guards
 
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
 TRANSFER_CLASS = "GlooWeightTransferEngine"
@@ -81,13 +82,15 @@ class EndpointPlugin:
 
     def __init__(self) -> None:
         self._attachment: Attachment | None = None
+        self._guards = Guards()
         self._boot_id = secrets.token_hex(8)
         self._llm: Any = None
 
     def attach_router(self, app: Any) -> None:
-        """Called while the application is built. Its life span is what the agent lives in, and routes come with that; a
-        sidecar asks `about`.
+        """Called while the application is built. Its life span is what the agent lives in, and routes come with that;
+        what comes to the OpenAI routes is guarded; a sidecar asks `about`.
         """
+        self._guards.attach(app)
         attach(app, self._about)
         inner = app.router.lifespan_context
 
@@ -115,7 +118,7 @@ class EndpointPlugin:
         Cancel: can't come, since nothing is awaited.
         """
         self._llm = engine_client
-        self._attachment = Attachment.from_env(engine_client, args)
+        self._attachment = Attachment.from_env(engine_client, args, guards=self._guards)
 
     def _about(self) -> About:
         worker = None if self._attachment is None else self._attachment.who
