@@ -266,7 +266,12 @@ class Adoption:
             ready.cancel()
             if not running.done():
                 self._how.on_change(f"{listed.who} is adopted from {listed.system_url}")
+            await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done() and watching.exception() is not None:
+                agent.stop("nobody watches its process any more")
             await running
+            if watching.done():
+                watching.result()
         finally:
             watching.cancel()
             if not running.done():

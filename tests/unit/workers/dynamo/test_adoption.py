@@ -15,7 +15,7 @@ from rlbus.testing import LoopClock, MemoryBroker, run, sequential_ids
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.dynamo import adoption as adoption_module
 from rlbus.workers.dynamo.adoption import MAX_LIST_S, Adopting, Adoption, Discovery, Source, StaticUrl
-from rlbus.workers.dynamo.engine import EngineOptions
+from rlbus.workers.dynamo.engine import DynamoEngine, EngineOptions
 from rlbus.workers.dynamo.run import Where
 from rlbus.workers.peer_http import Peer
 from tests.unit.workers.dynamo.fake_dynamo import (
@@ -282,6 +282,28 @@ def test_a_silent_process_is_given_up_after_a_while_and_not_at_once(tmp_path: Pa
         await stage.until(lambda: "1" not in stage.there)
         assert "hasn't answered 3 times" in stage.goodbyes[-1].reason
         assert len(stage.there) == 1
+
+    play(two_workers(), tmp_path, act)
+
+
+def test_a_bug_of_ours_costs_one_worker_and_it_is_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
+    """It isn't left on the bus without anybody who looks whether its process is there."""
+
+    async def act(stage: Stage) -> None:
+        await stage.until(lambda: len(stage.there) == 2)
+        check_alive = DynamoEngine.check_alive
+
+        async def broken(engine: DynamoEngine, limit_s: float) -> None:
+            if engine.info.model == "model" and limit_s == adoption_module.ALIVE_LIMIT_S:
+                raise ZeroDivisionError
+            await check_alive(engine, limit_s)
+
+        monkeypatch.setattr(DynamoEngine, "check_alive", broken)
+        await stage.until(lambda: len(stage.goodbyes) == 2, 5.0)
+        monkeypatch.setattr(DynamoEngine, "check_alive", check_alive)
+        assert {bye.reason for bye in stage.goodbyes} == {"nobody watches its process any more"}
+        assert any("has left: ZeroDivisionError; see the log" in text for text in stage.said)
+        await stage.until(lambda: len(stage.there) == 2)
 
     play(two_workers(), tmp_path, act)
 
