@@ -402,7 +402,7 @@ def test_what_is_no_fitting_object_is_a_handlers_error(route: str, body: Any) ->
     ],
 )
 def test_fields_of_another_kind_are_refused_and_nothing_is_done(route: str, body: Any) -> None:
-    """SCENARIOS 42: a malformed pause changes nothing."""
+    """SCENARIOS 41: a malformed pause changes nothing."""
 
     async def scenario(front: Front) -> None:
         await error(front, route, body)
