@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rlbus.workers.vllm_server.attachment import SUPERVISED, Attachment
+from rlbus.workers.vllm_server.guards import Guards
 
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
 TRANSFER_CLASS = "GlooWeightTransferEngine"
@@ -79,9 +80,13 @@ class EndpointPlugin:
 
     def __init__(self) -> None:
         self._attachment: Attachment | None = None
+        self._guards = Guards()
 
     def attach_router(self, app: Any) -> None:
-        """Called while the application is built. Its life span is what the agent lives in; routes come with that."""
+        """Called while the application is built. Its life span is what the agent lives in; routes come with that. What
+        comes to the OpenAI routes is guarded.
+        """
+        self._guards.attach(app)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -107,7 +112,7 @@ class EndpointPlugin:
             ConfigError: a variable of rlbus is wrong; the server doesn't start, rather than run off the bus unseen.
         Cancel: can't come, since nothing is awaited.
         """
-        self._attachment = Attachment.from_env(engine_client, args)
+        self._attachment = Attachment.from_env(engine_client, args, guards=self._guards)
 
 
 def endpoint_plugin() -> EndpointPlugin:
