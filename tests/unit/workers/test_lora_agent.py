@@ -115,7 +115,7 @@ def test_heartbeat_says_which_adapters_there_are_and_a_restarted_engine_has_none
             async with worker_on_bus(engine, config=config_for(tmp_path)) as rig:
                 await asyncio.sleep(1.0)
                 assert rig.last.status.loras is not None
-                assert rig.last.status.loras.ids == ()
+                assert len(rig.last.status.loras.ids) == 0
                 await rig.send(publish(tmp_path, 7))
                 await asyncio.sleep(1.0)
                 assert rig.last.status.loras.ids == ("policy@7",)
