@@ -41,7 +41,7 @@ from rlbus.server import EmbeddedServer
 LIMIT_S = 300.0
 OPTIONS = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20)),
-    *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
+    *("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
 )
 PROMPT = list(range(10, 60))
 pytestmark = [
@@ -135,7 +135,7 @@ async def scenario(worker: Worker, adapters: list[Path], expected: list[list[int
     # One in flight keeps its adapter until it has ended.
     long = asyncio.ensure_future(worker.tokens("policy@2", 190))
     async with asyncio.timeout(30.0):
-        while await worker.num_in_flight("policy", 2) == 0:
+        while await worker.num_in_flight("policy", 2) == 0:  # noqa: ASYNC110 - another process has no Event
             await asyncio.sleep(0.01)
     states = await worker.loras(UnloadLora(name="policy", revision=2))
     assert long.done() or states["policy@2"] is LoraState.DRAINING
@@ -144,7 +144,7 @@ async def scenario(worker: Worker, adapters: list[Path], expected: list[list[int
     status, _, tokens = await long
     assert (status, tokens[:16]) == (200, expected[1])
     async with asyncio.timeout(30.0):
-        while set(await worker.loras(GetLoras())) != {"policy@1"}:
+        while set(await worker.loras(GetLoras())) != {"policy@1"}:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.1)
     assert await worker.loras(UnloadLora(name="policy", revision=1)) == {}
     assert await worker.models() == [worker.model]

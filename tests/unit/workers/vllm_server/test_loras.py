@@ -16,7 +16,7 @@ from rlbus.transfer.folder import header_of
 from rlbus.workers.vllm_server import loras as loras_module
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.engine import VllmEngine
-from rlbus.workers.vllm_server.loras import VllmLoras, check_files
+from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of, check_files
 from tests.unit.workers.vllm_server.fake_llm import FakeLLM
 
 pytestmark = pytest.mark.unit
@@ -60,7 +60,7 @@ class LoraLLM(FakeLLM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vllm_config.lora_config = SimpleNamespace(max_cpu_loras=2, max_loras=1, max_lora_rank=8)
+        self.vllm_config.lora_config = SimpleNamespace(max_cpu_loras=2, max_loras=3, max_lora_rank=8)
         self.vllm_config.model_config.model = "base"
         self.core: set[int] = set()
         # While it isn't set, `add_request` is on its way.
@@ -268,17 +268,31 @@ def test_files_that_vllm_would_take_in_silence_or_fail_at_are_refused(
     assert caught.value.code is FaultCode.MANIFEST_MISMATCH
 
 
-@pytest.mark.parametrize("why", ["no lora", "no names", "several servers"])
+@pytest.mark.parametrize(
+    ("device", "max_loras", "max_cpu_loras", "capacity"),
+    [("cpu", 4, 4, 3), ("cpu", 4, 8, 3), ("cpu", 4, 2, 2), ("cpu", 1, 1, 0), ("cuda", 1, 1, 1), ("cuda", 4, 8, 8)],
+)
+def test_on_a_cpu_the_last_slot_stays_empty(device: str, max_loras: int, max_cpu_loras: int, capacity: int) -> None:
+    """There vLLM adds what is in it to requests of the base model in the same batch."""
+    llm = LoraLLM(world_size=1)
+    llm.vllm_config.device_config.device_type = device
+    llm.vllm_config.lora_config = SimpleNamespace(max_cpu_loras=max_cpu_loras, max_loras=max_loras, max_lora_rank=8)
+    assert capacity_of(llm.vllm_config) == capacity
+
+
+@pytest.mark.parametrize("why", ["no lora", "no names", "several servers", "one slot"])
 def test_server_that_cant_serve_adapters_doesnt_advertise_the_routes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Without --enable-lora, without OpenAI routes, or where other servers wouldn't know the names."""
+    """Without --enable-lora, without OpenAI routes, with several servers, on a CPU with one slot."""
     monkeypatch.setattr("rlbus.workers.vllm_server.engine.expected_tensors", lambda _: None)
 
     async def main() -> None:
         llm = LoraLLM(world_size=1, num_servers=2 if why == "several servers" else 1)
         if why == "no lora":
             llm.vllm_config.lora_config = None
+        if why == "one slot":
+            llm.vllm_config.lora_config.max_loras = 1
         engine = VllmEngine(llm, run_dir=str(tmp_path), models=None if why == "no names" else models_of(llm))
         await engine.start()
         assert not {"load_lora", "unload_lora", "list_loras"} & engine.info.routes
