@@ -110,6 +110,10 @@ class VllmLoras:
             return
         if name == self._llm.vllm_config.model_config.model or self._models.is_base_model(name):
             raise refused(FaultCode.WRONG_STATE, f"{name!r} is the name of the base model", name=name)
+        if lora_id(*key) in self._models.lora_requests:
+            raise refused(
+                FaultCode.REVISION_TAKEN, f"somebody else has loaded {lora_id(*key)!r}; unload that one first"
+            )
         await asyncio.to_thread(check_files, folder, self._max_rank)
         listed = await self._numbers()
         if len(listed) >= self.info.capacity:

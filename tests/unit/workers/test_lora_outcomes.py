@@ -179,7 +179,7 @@ def test_folder_that_isnt_what_was_announced_is_refused(tmp_path: Path, what: st
     async def scenario(rig: Rig) -> None:
         refused = await rig.send(body)
         assert (refused.status, code_of(refused)) == (ResultStatus.REFUSED, FaultCode.MANIFEST_MISMATCH)
-        assert list((tmp_path / "cache").iterdir()) == []
+        assert list((tmp_path / "cache").glob("*/*")) == []
         assert rig.agent.state.adapters == ()
 
     play(tmp_path, scenario)
@@ -234,6 +234,51 @@ def test_engine_that_takes_no_adapters_has_no_route_for_them(tmp_path: Path) -> 
             assert rig.last.status.loras is None
 
     run(main())
+
+
+def test_revision_that_was_there_before_the_agent_is_nobodys_proof(tmp_path: Path) -> None:
+    """Its bytes aren't known, so a load of it isn't "done already"; after an unload it is loaded."""
+
+    async def scenario(rig: Rig) -> None:
+        rig.engine.loras.load("policy", 7, fake_adapter(tmp_path / "unknown", "unknown"), None)
+        body = publish(tmp_path, 7)
+        assert code_of(await rig.send(body)) is FaultCode.REVISION_TAKEN
+        (view,) = data_of(await rig.send(GetLoras())).loras
+        assert (view.revision, view.checksum) == (7, None)
+        await rig.send(UnloadLora(name="policy", revision=7))
+        (view,) = data_of(await rig.send(body)).loras
+        assert view.checksum == body.checksum
+
+    play(tmp_path, scenario)
+
+
+def test_adapter_that_came_after_it_was_given_up_is_known_when_it_is_loaded_again(tmp_path: Path) -> None:
+    """SCENARIOS 34: its bytes are those that were asked for then; others are still refused."""
+
+    async def scenario(rig: Rig) -> None:
+        body = publish(tmp_path, 7)
+        assert (await rig.send(body)).status is ResultStatus.FAILED
+        rig.engine.loras.load("policy", 7, tmp_path / "policy-7", None)  # the engine had gone on by itself
+        other = load_of(fake_adapter(tmp_path / "other", "other bytes"), 7)
+        assert code_of(await rig.send(other)) is FaultCode.REVISION_TAKEN
+        (view,) = data_of(await rig.send(body)).loras
+        assert (view.state, view.checksum) == (LoraState.LOADED, body.checksum)
+        assert [a.state for a in rig.agent.state.adapters] == [LoraState.LOADED]
+
+    play(tmp_path, scenario, {"load_lora": {1: failing()}})
+
+
+def test_name_of_a_load_that_the_engine_refused_is_free(tmp_path: Path) -> None:
+    """Nothing of those bytes was ever there."""
+
+    async def scenario(rig: Rig) -> None:
+        refused = await rig.send(publish(tmp_path, 7))
+        assert (refused.status, code_of(refused)) == (ResultStatus.REFUSED, FaultCode.MANIFEST_MISMATCH)
+        assert rig.agent.state.adapters == ()
+        better = load_of(fake_adapter(tmp_path / "better", "better"), 7)
+        assert (await rig.send(better)).status is ResultStatus.OK
+
+    play(tmp_path, scenario, {"load_lora": {1: failing(code=FaultCode.MANIFEST_MISMATCH)}})
 
 
 def test_list_is_answered_beside_a_load_that_hangs(tmp_path: Path) -> None:

@@ -244,6 +244,10 @@ def test_adapter_of_somebody_else_is_listed_without_a_revision_and_left_alone(tm
         assert caught.value.code is FaultCode.WRONG_STATE
         await loras.unload("policy", 1)
         assert models.lora_requests["policy"] is theirs
+        models.lora_requests["policy@3"] = SimpleNamespace(lora_name="policy@3", lora_int_id=99)
+        with pytest.raises(FaultError) as caught:
+            await loras.load("policy", 3, files)
+        assert caught.value.code is FaultCode.REVISION_TAKEN
 
     on_loras(check)
 
