@@ -61,6 +61,10 @@ WeightRoots = Annotated[
     list[str] | None,
     typer.Option("--weight-root", metavar="DIR", help="Folder below which `rlbus update` may load; may be repeated."),
 ]
+LoraRoots = Annotated[
+    list[str] | None,
+    typer.Option("--lora-root", metavar="DIR", help="Folder below which adapters may be loaded from; may be repeated."),
+]
 
 
 async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCode:
@@ -253,6 +257,7 @@ def worker_fake(
     weight_root: WeightRoots = None,
     system_host: SystemHost = None,
     system_port: SystemPort = None,
+    lora_root: LoraRoots = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -263,7 +268,7 @@ def worker_fake(
 
         return FakeEngine(world_size=world_size)
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json, system_host, system_port)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root, system_host, system_port)
     if no_restart:
         worker.run(make)
     else:
@@ -274,6 +279,7 @@ def worker_fake(
 def worker_torch(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the model.", exists=True, file_okay=False)],
     ranks: Annotated[int, typer.Option(help="Processes, each with its own copy of the model.", min=1)] = 1,
+    max_loras: Annotated[int, typer.Option(help="Adapters that it holds at once.", min=1, max=256)] = 8,
     port: Annotated[int, typer.Option(help="Port of /v1/completions; 0 takes a free one.", min=0, max=65535)] = 0,
     url: Url = None,
     namespace: Namespace = None,
@@ -282,6 +288,7 @@ def worker_torch(
     weight_root: WeightRoots = None,
     system_host: SystemHost = None,
     system_port: SystemPort = None,
+    lora_root: LoraRoots = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -295,17 +302,17 @@ def worker_torch(
             from rlbus.workers.engines.torch_engine import TorchEngine
         except ImportError as exc:
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
-        return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or ())
+        return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or (), max_loras=max_loras)
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json, system_host, system_port)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root, system_host, system_port)
     if no_restart:
         worker.run(make)
         return
     if importlib.util.find_spec("torch") is None:
         worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
-    shape = ("--ranks", str(ranks), "--port", str(port))
-    worker.supervise(("torch", str(model.absolute()), *shape, *roots, *worker.system_arguments))
+    options = ("--ranks", str(ranks), "--port", str(port), "--max-loras", str(max_loras), *roots)
+    worker.supervise(("torch", str(model.absolute()), *options, *worker.system_arguments))
 
 
 @worker_app.command("vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -317,6 +324,7 @@ def worker_vllm(
     component: Annotated[str | None, typer.Option("--component", metavar="NAME", help="Part of the fleet.")] = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    lora_root: LoraRoots = None,
     small: Annotated[bool, typer.Option("--small", help="Leave room for others on a machine without a GPU.")] = False,
     json: Json = False,
 ) -> None:
@@ -324,14 +332,20 @@ def worker_vllm(
 
     Everything that isn't listed below goes to vLLM as it is. Give MODEL first.
     """
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root)
 
     async def serve(bus_config: BusConfig, named: "Named") -> int:
         from rlbus.workers.vllm_server.supervisor import supervise
 
         worker.tell(os.getpid(), "starts; `rlbus workers` shows when it is there")
         return await supervise(
-            model, ctx.args, bus_config=bus_config, named=named, weight_roots=worker.roots, is_small=small
+            model,
+            ctx.args,
+            bus_config=bus_config,
+            named=named,
+            weight_roots=worker.roots,
+            lora_roots=worker.lora_roots,
+            is_small=small,
         )
 
     if model.startswith("-"):
@@ -350,6 +364,7 @@ class _Worker:
         instance_id: str | None,
         weight_roots: list[str] | None,
         json: bool,
+        lora_roots: list[str] | None = None,
         system_host: str | None = None,
         system_port: int | None = None,
     ) -> None:
@@ -364,6 +379,7 @@ class _Worker:
         self._system_host = system_host
         self._system_port = system_port
         self.roots = tuple(str(Path(root).absolute()) for root in weight_roots or ())
+        self.lora_roots = tuple(str(Path(root).absolute()) for root in lora_roots or ())
         log_as_service()
 
     @property
@@ -412,7 +428,7 @@ class _Worker:
                 self._config(),
                 component=self._component,
                 instance_id=self._instance_id,
-                config=AgentConfig.from_env(weight_roots=self.roots or None),
+                config=AgentConfig.from_env(weight_roots=self.roots or None, lora_roots=self.lora_roots or None),
                 system=self._system(),
                 on_ready=on_ready,
             )
@@ -433,6 +449,7 @@ class _Worker:
                 bus_config=bus_config,
                 named=named,
                 weight_roots=self.roots,
+                lora_roots=self.lora_roots,
                 on_ready=lambda pid: self.tell(pid, "is up; Ctrl-C ends it"),
             )
 

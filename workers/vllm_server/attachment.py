@@ -156,7 +156,10 @@ class Attachment:
             await self._until_listening(app)
             url = self._url(app)
             self._system_url = url if self._is_mounted else None
-            engine = VllmEngine(self._llm, completions_url=url, run_dir=self._env.run_dir, guards=self._guards)
+            models = getattr(app.state, "openai_serving_models", None)
+            engine = VllmEngine(
+                self._llm, completions_url=url, run_dir=self._env.run_dir, guards=self._guards, models=models
+            )
             probe = Probe(engine)
             tasks = [asyncio.ensure_future(probe.run())]
             if self._beats is not None:

@@ -7,6 +7,7 @@ in the one API server process that has the agent.
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlbus.errors import EngineError, refused
@@ -29,6 +30,7 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
@@ -36,6 +38,7 @@ from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
+from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of
 from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.sleeping import Sleeping
 from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
@@ -63,6 +66,7 @@ class VllmEngine:
         run_dir: parent of this engine's private folder; None is the system's temporary folder.
         sees_requests: whether `llm` knows the requests in flight, as the server's own does.
         guards: of the requests of this server, around `llm`; None wraps it with new ones if it sees requests.
+        models: the server's OpenAIServingModels, under whose names adapters are served; None: there are none.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class VllmEngine:
         run_dir: str | None = None,
         sees_requests: bool = True,
         guards: Guards | None = None,
+        models: Any = None,
     ) -> None:
         self._llm = llm
         self._guards = Guards() if guards is None else guards
@@ -88,6 +93,12 @@ class VllmEngine:
         self._first_dp_index: int = parallel.data_parallel_index if is_local else 0
         self._calls = EngineCalls(llm, parallel.world_size)
         self._sleeping = Sleeping(llm, self._calls)
+        # Several API servers don't know each other's names.
+        has_loras = models is not None and llm.vllm_config.lora_config is not None and self._is_only_server
+        if has_loras and capacity_of(llm.vllm_config) < 1:
+            _log.warning("adapters are off: on a CPU vLLM needs one slot more than adapters; use --max-loras 2")
+            has_loras = False
+        self._loras = VllmLoras(llm, self._calls, models, self._parent) if has_loras else None
         self._exchange: Exchange | None = None
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
@@ -119,6 +130,9 @@ class VllmEngine:
             routes.add("update_weights_from_distributed")
         if config.model_config.enable_sleep_mode:  # vLLM refuses it where the platform has none
             routes |= SLEEP_ROUTES
+        if self._loras is not None:
+            self._loras.attach()
+            routes |= {"load_lora", "unload_lora", "list_loras"}
         self._exchange = Exchange(self._run_dir)
         self._updates = Updates(
             self._llm,
@@ -177,6 +191,8 @@ class VllmEngine:
         finally:
             self._calls.close()
             await self._guards.aclose()
+            if self._loras is not None:
+                self._loras.detach()
             if self._exchange is not None:
                 self._exchange.close()
 
@@ -315,10 +331,12 @@ class VllmEngine:
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
         await self._ready().finish(version)
+        await self._restore_loras()
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
         await self._ready().abort()
+        await self._restore_loras()
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
@@ -331,6 +349,7 @@ class VllmEngine:
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`."""
         await self._ready().load(path, version)
+        await self._restore_loras()
 
     async def label_weights(self, version: Version) -> None:
         """See `LabelEngine`."""
@@ -344,7 +363,38 @@ class VllmEngine:
         found = await self._calls.hold("compute_weight_checksums", self._llm.compute_weight_checksums, CHECKSUM_S)
         return checksums_data(pair for rank in found for pair in rank.items())
 
+    # --- adapters, see `LoraEngine`
+
+    @property
+    def lora_info(self) -> LoraInfo:
+        """See `LoraEngine`."""
+        return self._with_loras().info
+
+    async def load_lora(self, name: str, revision: int, folder: Path, replaces: int | None = None) -> None:
+        """See `LoraEngine`."""
+        await self._with_loras().load(name, revision, folder)
+
+    async def drain_lora(self, name: str, revision: int) -> None:
+        """See `LoraEngine`."""
+        await self._with_loras().drain(name, revision)
+
+    async def unload_lora(self, name: str, revision: int) -> int | None:
+        """See `LoraEngine`."""
+        return await self._with_loras().unload(name, revision)
+
+    async def list_loras(self) -> tuple[Resident, ...]:
+        """See `LoraEngine`."""
+        return await self._with_loras().residents()
+
+    async def _restore_loras(self) -> None:
+        if self._loras is not None:
+            await self._loras.restore()
+
     # --- within
+
+    def _with_loras(self) -> VllmLoras:
+        assert self._loras is not None, "the routes aren't advertised without it"
+        return self._loras
 
     def _ready(self) -> Updates:
         assert self._updates is not None, "the engine isn't started, or is closed"

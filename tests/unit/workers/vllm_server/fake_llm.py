@@ -33,6 +33,7 @@ def config(
         model_config=SimpleNamespace(served_model_name="model", enable_sleep_mode=has_sleep),
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=None,
+        lora_config=None,
     )
 
 
