@@ -99,9 +99,7 @@ class JetStream:
             raise OffError(f"JetStream on {self.where}", "it isn't enabled")
         raise BrokenError(f"JetStream on {self.where}", f"{error.get('description')} ({subject})")
 
-    async def ask(
-        self, subject: str, data: bytes, limit_s: float, *, headers: dict[str, str] | None = None
-    ) -> Message:
+    async def ask(self, subject: str, data: bytes, limit_s: float, *, headers: dict[str, str] | None = None) -> Message:
         """One request and its answer as it came. Raises and Cancel: as `call`."""
         self._num_calls += 1
         reply = f"{self._inbox}.{self._num_calls}"
