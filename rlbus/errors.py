@@ -18,6 +18,7 @@ RLBusError
       WrongStateError
       VersionRegressionError
       ManifestError              tensor
+      CapacityError              capacity
     EngineError
       EngineDeadError
       TornWeightsError
@@ -210,6 +211,16 @@ class ManifestError(RefusedError):
         return self.fault.detail.get("tensor")
 
 
+class CapacityError(RefusedError):
+    """Every place for an adapter is taken: unload one, or let the load evict an idle older revision."""
+
+    @property
+    def capacity(self) -> int | None:
+        """How many places there are, if the refusal says so."""
+        text = self.fault.detail.get("capacity")
+        return int(text) if text is not None and text.isdecimal() else None
+
+
 class EngineError(FaultError):
     """The engine failed; the worker's status says what it left."""
 
@@ -259,6 +270,8 @@ _CLASS_OF_CODE: dict[FaultCode, type[FaultError]] = {
     FaultCode.VERSION_REGRESSION: VersionRegressionError,
     FaultCode.MANIFEST_MISMATCH: ManifestError,
     FaultCode.MANIFEST_UNKNOWN: ManifestError,
+    FaultCode.NO_CAPACITY: CapacityError,
+    FaultCode.REVISION_TAKEN: RefusedError,
     FaultCode.ENGINE_FAILED: EngineError,
     FaultCode.ENGINE_DEAD: EngineDeadError,
     FaultCode.CHECKSUM_MISMATCH: TornWeightsError,

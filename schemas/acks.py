@@ -7,15 +7,12 @@ import enum
 
 import msgspec
 
-from rlbus.schemas.base import Wire
+from rlbus.schemas.base import Data, Wire
 from rlbus.schemas.faults import Fault
 from rlbus.schemas.ids import BootId, InstanceId, OpId, Token
+from rlbus.schemas.loras import LorasData
 from rlbus.schemas.membership import Descriptor, WorkerStatus
 from rlbus.schemas.weights import TensorSum, WeightsView
-
-
-class Data(Wire, frozen=True, kw_only=True, tag_field="type"):
-    """Base of what a result can carry."""
 
 
 class PausedData(Data, frozen=True, kw_only=True, tag="paused"):
@@ -83,7 +80,15 @@ class OutcomeData(Data, frozen=True, kw_only=True, tag="outcome"):
 
 
 ResultData = (
-    PausedData | AbortedData | JoinedData | ReceivedData | WeightsData | ChecksumsData | StatusData | OutcomeData
+    PausedData
+    | AbortedData
+    | JoinedData
+    | ReceivedData
+    | WeightsData
+    | ChecksumsData
+    | StatusData
+    | OutcomeData
+    | LorasData
 )
 
 

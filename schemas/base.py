@@ -9,3 +9,11 @@ import msgspec
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all wire messages. Unknown fields are ignored, so that a newer peer can add some."""
+
+
+class Body(Wire, frozen=True, kw_only=True, tag_field="route"):
+    """Base of command bodies; each subclass is tagged with its route."""
+
+
+class Data(Wire, frozen=True, kw_only=True, tag_field="type"):
+    """Base of what a result can carry."""

@@ -6,9 +6,10 @@ Published on `dyn.<ns>.<component>.rl.<route>` (to every worker of a component) 
 
 import enum
 
-from rlbus.schemas.base import Wire
+from rlbus.schemas.base import Body, Wire
 from rlbus.schemas.groups import GroupPlan
 from rlbus.schemas.ids import InstanceId, OpId
+from rlbus.schemas.loras import GetLoras, LoadLora, UnloadLora
 from rlbus.schemas.weights import ManifestPage, Version
 
 
@@ -18,10 +19,6 @@ class PauseMode(enum.StrEnum):
     KEEP = "keep"  # frozen, and continued after resume
     WAIT = "wait"  # finished first, then paused
     ABORT = "abort"  # ended now, with the tokens that they have
-
-
-class Body(Wire, frozen=True, kw_only=True, tag_field="route"):
-    """Base of command bodies; each subclass is tagged with its route."""
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="hello"):
@@ -190,6 +187,9 @@ CommandBody = (
     | LoadWeights
     | GetVersion
     | GetChecksums
+    | LoadLora
+    | UnloadLora
+    | GetLoras
 )
 
 

@@ -45,6 +45,29 @@ class WeightsChanged(WorkerEventBase, frozen=True, kw_only=True, tag="weights_ch
     version: Version | None = None
 
 
+class LoraLoaded(WorkerEventBase, frozen=True, kw_only=True, tag="lora_loaded"):
+    """Requests can name this adapter from now on. `hot_swap`: it took the place of an older revision in the engine."""
+
+    name: str
+    revision: int
+    checksum: str
+    hot_swap: bool = False
+
+
+class LoraDraining(WorkerEventBase, frozen=True, kw_only=True, tag="lora_draining"):
+    """No new request may name this adapter; it is unloaded when those in flight have ended."""
+
+    name: str
+    revision: int
+
+
+class LoraUnloaded(WorkerEventBase, frozen=True, kw_only=True, tag="lora_unloaded"):
+    """The adapter is gone from the engine."""
+
+    name: str
+    revision: int
+
+
 class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_refused"):
     """A command was refused; `route` is None when it could not be parsed that far."""
 
@@ -52,7 +75,9 @@ class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_re
     route: str | None = None
 
 
-WorkerEvent = GenerationPaused | GenerationResumed | WeightsChanged | CommandRefused
+WorkerEvent = (
+    GenerationPaused | GenerationResumed | WeightsChanged | LoraLoaded | LoraDraining | LoraUnloaded | CommandRefused
+)
 
 
 class ControllerEventBase(Wire, frozen=True, kw_only=True, tag_field="kind"):

@@ -26,6 +26,8 @@ class FaultCode(enum.StrEnum):
     MANIFEST_MISMATCH = "manifest_mismatch"  # detail["tensor"] names the first tensor that doesn't fit
     NO_WORKER = "no_worker"  # the request addresses nobody
     UNKNOWN_OP = "unknown_op"  # no record of that op_id
+    NO_CAPACITY = "no_capacity"  # every place for an adapter is taken; detail["capacity"] is how many there are
+    REVISION_TAKEN = "revision_taken"  # this name@revision stands for other bytes; use a new revision
     # Failed: tried, and something may have changed.
     ENGINE_FAILED = "engine_failed"  # the engine raised
     ENGINE_DEAD = "engine_dead"  # the engine is gone and has to be restarted

@@ -9,6 +9,7 @@ import msgspec
 
 from rlbus.schemas.base import Wire
 from rlbus.schemas.ids import BootId, InstanceId, OpId, Token
+from rlbus.schemas.loras import LorasView
 from rlbus.schemas.weights import WeightsView
 
 
@@ -71,7 +72,7 @@ class WorkerStatus(Wire, frozen=True, kw_only=True):
 
     `drift` says in words where what is observed differs from what was commanded; None when they agree.
     `op_id` is the mutation in progress. `epoch` is the process group it is in. `term` the highest it has seen. `work`
-    is what excuses late heartbeats now.
+    is what excuses late heartbeats now. `loras` is None for an engine that takes no adapters, or didn't say.
     """
 
     generation: Generation
@@ -83,6 +84,7 @@ class WorkerStatus(Wire, frozen=True, kw_only=True):
     term: int = 0
     num_refused_messages: int = 0
     work: WorkView | None = None
+    loras: LorasView | None = None
 
 
 class Announcement(Wire, frozen=True, kw_only=True, tag_field="kind", tag="announcement"):

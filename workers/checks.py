@@ -47,6 +47,8 @@ REFUSALS = frozenset(
         FaultCode.MANIFEST_UNKNOWN,
         FaultCode.MANIFEST_MISMATCH,
         FaultCode.UNKNOWN_OP,
+        FaultCode.NO_CAPACITY,
+        FaultCode.REVISION_TAKEN,
     }
 )
 

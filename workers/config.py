@@ -5,29 +5,39 @@
 | `RLBUS_COMPONENT` | `component` | part of the fleet; "backend" |
 | `RLBUS_INSTANCE_ID` | `instance_id` | decimal unsigned 64-bit integer; random per start |
 | `RLBUS_WEIGHT_ROOTS` | `weight_roots` | folders, with ":" between, below which weights may be loaded from disk |
+| `RLBUS_LORA_ROOTS` | `lora_roots` | folders, with ":" between, below which adapters may be loaded from |
+| `RLBUS_LORA_CACHE_DIR` | `lora_cache_dir` | where the worker keeps its copies of adapters; a temporary folder |
 | `RLBUS_STATE_DIR` | `state_dir` | folder for what a worker knows after a restart: outcomes of ops, its term; none |
 """
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlbus.bus import Bus
 from rlbus.errors import ConfigError
-from rlbus.schemas import is_instance_id
+from rlbus.schemas import ObjectSource, is_instance_id
 from rlbus.schemas.ids import is_token
 from rlbus.subjects import CONTROLLER
 
 DEFAULT_COMPONENT = "backend"
 # DESIGN section 3: heartbeats about every 5 s, with jitter.
 DEFAULT_HEARTBEAT_S = 5.0
+# Room for a few adapters of a large model (hundreds of MiB each at rank 64).
+DEFAULT_LORA_CACHE_BYTES = 8 << 30
+# `fetch(bus, source, folder)` puts the files of `rlbus.adapter.ADAPTER_FILES`, and nothing else, into an empty folder,
+# in bounded memory, at most `source.num_bytes` of them. Raises FaultError. Cancel: the folder is thrown away.
+FetchObject = Callable[[Bus, ObjectSource, Path], Awaitable[None]]
 # field -> environment variable
 ENV_NAMES = {
     "component": "RLBUS_COMPONENT",
     "instance_id": "RLBUS_INSTANCE_ID",
     "weight_roots": "RLBUS_WEIGHT_ROOTS",
+    "lora_roots": "RLBUS_LORA_ROOTS",
+    "lora_cache_dir": "RLBUS_LORA_CACHE_DIR",
     "state_dir": "RLBUS_STATE_DIR",
 }
 
@@ -81,6 +91,17 @@ class AgentConfig:
 
     # Folders below which `update_weights_from_disk` may read. Empty: it is refused, whatever the path.
     weight_roots: tuple[str, ...] = ()
+    # Folders below which `load_lora` may read. Empty: adapters come from the object store only.
+    lora_roots: tuple[str, ...] = ()
+    # Where the worker's own copies of adapters lie, one folder per checksum; the engine reads them there. None: in a
+    # temporary folder that goes with the process. An engine on another machine needs one that both can see.
+    lora_cache_dir: str | None = None
+    # What those copies may take together; an adapter that is loaded stays whatever it takes.
+    lora_cache_bytes: int = DEFAULT_LORA_CACHE_BYTES
+    # Brings an adapter's object out of the bus's object store. None: such sources are refused.
+    fetch_object: FetchObject | None = None
+    # How often a draining adapter is looked at.
+    lora_poll_s: float = 0.5
     # Where the worker's ledger lies. None: a restarted worker remembers nothing.
     state_dir: str | None = None
     # Mean time between heartbeats; each one is moved by up to `jitter` of it, so that a fleet doesn't beat as one.
@@ -114,18 +135,24 @@ class AgentConfig:
             "undo_s",
             "work_lease_s",
             "drain_s",
+            "lora_poll_s",
         ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "use a number of seconds above 0")
+        if self.lora_cache_bytes <= 0:
+            raise ConfigError("lora_cache_bytes", self.lora_cache_bytes, "use a number of bytes above 0")
         if not 0 <= self.jitter < 1:
             raise ConfigError("jitter", self.jitter, "use a share from 0 up to, but not, 1")
         if self.progress_s > 1:
             raise ConfigError("progress_s", self.progress_s, "progress is due at least every second")
-        for root in self.weight_roots:
-            if not Path(root).is_absolute():
-                raise ConfigError("weight_roots", root, "use absolute paths")
-        if self.state_dir is not None and not Path(self.state_dir).is_absolute():
-            raise ConfigError("state_dir", self.state_dir, "use an absolute path")
+        for name in ("weight_roots", "lora_roots"):
+            for root in getattr(self, name):
+                if not Path(root).is_absolute():
+                    raise ConfigError(name, root, "use absolute paths")
+        for name in ("state_dir", "lora_cache_dir"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_absolute():
+                raise ConfigError(name, folder, "use an absolute path")
 
     @classmethod
     def from_env(cls, *, environ: Mapping[str, str] | None = None, **overrides: Any) -> "AgentConfig":
@@ -136,10 +163,12 @@ class AgentConfig:
         """
         env = os.environ if environ is None else environ
         given = {name: value for name, value in overrides.items() if value is not None}
-        roots = env.get(ENV_NAMES["weight_roots"], "")
-        if roots and "weight_roots" not in given:
-            given["weight_roots"] = tuple(part for part in roots.split(os.pathsep) if part)
-        given.setdefault("state_dir", env.get(ENV_NAMES["state_dir"]) or None)
+        for name in ("weight_roots", "lora_roots"):
+            roots = env.get(ENV_NAMES[name], "")
+            if roots and name not in given:
+                given[name] = tuple(part for part in roots.split(os.pathsep) if part)
+        for name in ("state_dir", "lora_cache_dir"):
+            given.setdefault(name, env.get(ENV_NAMES[name]) or None)
         return cls(**given)
 
 

@@ -65,7 +65,10 @@ STATUS = s.WorkerStatus(
     term=4,
     num_refused_messages=5,
     work=s.WorkView(route="update_weights_from_distributed", since=1700000000.5, lease_s=30.0),
+    loras=s.LorasView(ids=("policy@7",), capacity=4, num_draining=1, can_drain=False, can_hot_swap=True),
 )
+SHA = "0f" * 32
+OBJECT = s.ObjectSource(bucket="rlbus_loras", key="policy/7", sha256="f0" * 32, num_bytes=4096)
 TARGET = s.Target(components=("backend",), workers=(s.worker_id("backend", "7"),))
 WHO: dict[str, Any] = {"op_id": "op-1", "component": "backend", "instance_id": "7", "boot_id": "boot-1"}
 ASKED: dict[str, Any] = {"op_id": "op-1", "deadline_s": 12.5, "caller": "trainer-0"}
@@ -94,6 +97,9 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.LoadWeights(path="/models/step-42", version=V2, allow_rollback=True),
     s.GetVersion(),
     s.GetChecksums(),
+    s.LoadLora(name="policy", revision=7, checksum=SHA, source=OBJECT, hot_swap=True, evict_idle=True),
+    s.UnloadLora(name="policy", revision=6, drain_s=30.0),
+    s.GetLoras(),
 )
 DATA: tuple[s.ResultData, ...] = (
     s.PausedData(num_aborted=2, num_held=3),
@@ -104,6 +110,13 @@ DATA: tuple[s.ResultData, ...] = (
     s.ChecksumsData(algorithm="rlbus-1", sums=SUMS),
     s.StatusData(descriptor=DESCRIPTOR, status=STATUS),
     s.OutcomeData(of_op_id="op-0", running=True, status=s.ResultStatus.FAILED, fault=FAULT),
+    s.LorasData(
+        loras=(s.LoraView(name="policy", state=s.LoraState.DRAINING, revision=7, checksum=SHA, num_in_flight=2),),
+        capacity=4,
+        hot_swap=True,
+        evicted=("policy@5",),
+        cause=FAULT,
+    ),
 )
 REPORT = s.Report(
     op_id="op-1",
@@ -232,6 +245,9 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.WorkerEvent, s.GenerationPaused(**EVENT, mode="keep", owner="op-1", expires_at=1700000030.5)),
     (s.WorkerEvent, s.GenerationResumed(**EVENT, forced=True, lease_ended=True, owner="op-1")),
     (s.WorkerEvent, s.WeightsChanged(**EVENT, state=s.WeightsState.CLEAN, version=V2)),
+    (s.WorkerEvent, s.LoraLoaded(**EVENT, name="policy", revision=7, checksum=SHA, hot_swap=True)),
+    (s.WorkerEvent, s.LoraDraining(**EVENT, name="policy", revision=6)),
+    (s.WorkerEvent, s.LoraUnloaded(**EVENT, name="policy", revision=6)),
     (s.WorkerEvent, s.CommandRefused(**EVENT, fault=FAULT, route="pause_generation")),
     (s.ControllerEvent, s.WorkerJoined(at=1.5, component="backend", instance_id="7", boot_id="boot-1")),
     (s.ControllerEvent, s.WorkerLeft(at=1.5, component="backend", instance_id="7", reason="silent")),
@@ -274,6 +290,7 @@ EXAMPLES += (
     (s.CatchUpTask, s.CatchUpTask(op_id="op-1", version=V1, workers=(s.worker_id("backend", "7"),))),
     (s.FleetMark, s.FleetMark(term=4, version=V1, rolled_back_from=V2, snapshot=SNAPSHOT)),
     (s.Lease, s.Lease(holder="h1", name="host/7", since=1.5)),
+    (s.LoraSource, s.FolderSource(path="/adapters/policy/7")),
 )
 
 # Structs that are never sent as themselves: what others extend.

@@ -74,6 +74,8 @@ CLASS_OF_CODE = {
     FaultCode.VERSION_REGRESSION: errors.VersionRegressionError,
     FaultCode.MANIFEST_UNKNOWN: errors.ManifestError,
     FaultCode.MANIFEST_MISMATCH: errors.ManifestError,
+    FaultCode.NO_CAPACITY: errors.CapacityError,
+    FaultCode.REVISION_TAKEN: errors.RefusedError,
     FaultCode.NO_WORKER: errors.NoWorkerError,
     FaultCode.UNKNOWN_OP: errors.RefusedError,
     FaultCode.ENGINE_FAILED: errors.EngineError,
@@ -127,13 +129,16 @@ def test_every_code_maps_to_a_class_that_carries_the_fault(code: FaultCode) -> N
 
 
 def test_what_a_fault_names_is_an_attribute() -> None:
-    """The running op, and the first bad tensor."""
+    """The running op, the first bad tensor, and how many adapters fit."""
     busy = errors.refused(FaultCode.BUSY, "m", op_id="op-9")
     assert isinstance(busy, errors.BusyError)
     assert busy.running_op_id == "op-9"
     manifest = errors.refused(FaultCode.MANIFEST_MISMATCH, "m", tensor="a.weight")
     assert isinstance(manifest, errors.ManifestError)
     assert manifest.tensor == "a.weight"
+    full = errors.refused(FaultCode.NO_CAPACITY, "m", capacity=4)
+    assert isinstance(full, errors.CapacityError)
+    assert full.capacity == 4
 
 
 def test_refused_builds_the_class_of_its_code_with_detail_as_text() -> None:
