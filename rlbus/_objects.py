@@ -62,6 +62,10 @@ class Objects(Protocol):
         """Remove it; one that isn't there is no error. Cancel: it may be gone."""
         ...
 
+    def close(self) -> None:
+        """Take no more answers. Idempotent; what is kept stays."""
+        ...
+
 
 async def parts_of(pieces: AsyncIterable[bytes], part_bytes: int) -> AsyncGenerator[bytes, None]:
     """The same bytes in parts of `part_bytes`, the last one shorter; none is empty. Cancel: leaves nothing."""

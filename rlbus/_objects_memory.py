@@ -56,6 +56,9 @@ class MemoryObjects:
             if there is not None:
                 await self._kv.delete(key, there.revision)
 
+    def close(self) -> None:
+        """See `Objects.close`."""
+
     async def _write(self, key: str, data: bytes, ttl_s: int) -> None:
         """Whoever writes the same name writes the same bytes: over another's write, too."""
         while True:
