@@ -23,6 +23,9 @@ PROBE_S = 2.0
 # In a transfer: when no byte has moved for this long, whoever was silent as long is lost. As long as bytes move, nobody
 # waits for a silent agent, and the limits of any step hold.
 STILL_S = 5.0
+# The least that a transfer may stand still before all who wait in it count as stalled: only then is it known who holds
+# the others up. STILL_S, a heartbeat of somebody else (6 s at most, rlbus.workers.config), and a second to spare.
+MIN_STALL_S = 12.0
 # What breaks on a healthy worker, or on the trainer, because another one or the group broke.
 ECHOES = frozenset({FaultCode.TRANSFER_FAILED, FaultCode.GROUP_FAILED, FaultCode.STALLED})
 # Where the loss of a worker is answered with another attempt. Before, it only drops out; after, it costs nobody else.
@@ -57,6 +60,12 @@ def may_go_without_lost(state: UpdateState) -> bool:
 def probe_s(state: UpdateState) -> float | None:
     """The ack limit of steps in which others stand still for a silent worker; None: as in any step."""
     return PROBE_S if state.plan.request.on_failure is OnFailure.RETRY else None
+
+
+def stall_s(state: UpdateState) -> float:
+    """How long no byte may move."""
+    asked_s = state.plan.request.stall_s
+    return max(asked_s, MIN_STALL_S) if probe_s(state) is not None and len(state.crew) > 1 else asked_s
 
 
 def survivors(state: UpdateState) -> tuple[WorkerId, ...]:

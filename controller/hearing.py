@@ -11,7 +11,7 @@ from rlbus.controller.op import tell_event
 from rlbus.controller.registry import Change, Collided, Gone, Joined, Registry
 from rlbus.controller.screening import problem_of
 from rlbus.controller.waiting import WaitingRoom
-from rlbus.schemas import WorkerId, WorkerJoined, WorkerLeft, WorkerMessage
+from rlbus.schemas import Announcement, WorkerId, WorkerJoined, WorkerLeft, WorkerMessage, worker_id
 
 _log = logging.getLogger("rlbus.controller")
 
@@ -21,7 +21,7 @@ REFUSAL_LOG_S = 10.0
 
 class Hearing:
     """Feeds the registry. `components` are greeted after each reconnect; `on_lost` is told of each worker that is gone
-    or was restarted, and why. Nothing here waits.
+    or was restarted, and why, `on_heard` of each sign of life. Nothing here waits.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Hearing:
         waiting: WaitingRoom,
         *,
         on_lost: Callable[[WorkerId, str], None],
+        on_heard: Callable[[WorkerId], None],
     ) -> None:
         self._bus = bus
         self._registry = registry
@@ -41,6 +42,7 @@ class Hearing:
         self._components = tuple(components)
         self._waiting = waiting
         self._on_lost = on_lost
+        self._on_heard = on_heard
         self._is_check_due = False
         self._logged_refusal_at_s = float("-inf")
 
@@ -55,6 +57,8 @@ class Hearing:
             self._refuse_worker(raw.subject, problem)
             return
         self._take(self._registry.hear(message, asyncio.get_running_loop().time()))
+        if isinstance(message, Announcement):
+            self._on_heard(worker_id(message.descriptor.component, message.descriptor.instance_id))
 
     def _refuse_worker(self, subject: str, problem: str) -> None:
         self._registry.num_refused += 1

@@ -127,7 +127,13 @@ class Controller:
         self._group: Group | None = None
         self._greeter = Greeter(bus, namespace, self.term)
         self._hearing = Hearing(
-            bus, self.registry, self._greeter, self.settings.components, self._waiting, on_lost=self._lose
+            bus,
+            self.registry,
+            self._greeter,
+            self.settings.components,
+            self._waiting,
+            on_lost=self._lose,
+            on_heard=self._heard,
         )
         self._stop_s = self.settings.stop_s
         self._succession: Succession | None = None
@@ -195,6 +201,11 @@ class Controller:
         mutation = self._desk.mutation
         if mutation is not None and mutation.update is not None:
             mutation.update.on_gone(worker, reason)
+
+    def _heard(self, worker: WorkerId) -> None:
+        mutation = self._desk.mutation
+        if mutation is not None and mutation.update is not None:
+            mutation.update.on_heard(worker)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

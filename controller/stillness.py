@@ -27,7 +27,7 @@ class Stillness:
         self._moved_s = now_s
 
     def heard(self, who: WorkerId | None, now_s: float) -> None:
-        """A sign of life of a worker, or of the trainer (None)."""
+        """A sign of life of a worker, in the update or not, or of the trainer (None)."""
         self._heard_s[who] = now_s
 
     def lost(self, pending: Sequence[WorkerId], now_s: float) -> list[WorkerId]:

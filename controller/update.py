@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlbus.controller.answers import StepAnswer, unknown
-from rlbus.controller.attempts import STILL_S
+from rlbus.controller.attempts import STILL_S, stall_s
 from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
 from rlbus.controller.line import ENDING_S, Line, limits_until
@@ -168,6 +168,10 @@ class UpdateRun:
         if worker in self.state.seats:
             self._post(WorkerGone(worker, fault(FaultCode.WORKER_LOST, f"the worker is gone: {reason}")))
 
+    def on_heard(self, worker: WorkerId) -> None:
+        """A worker, of this update or not, announced itself: it lives, and we can hear."""
+        self._stillness.heard(worker, self._loop.time())
+
     # -- events -------------------------------------------------------------------------------------------------------
 
     def _on_stop(self, why: Fault) -> None:
@@ -240,7 +244,7 @@ class UpdateRun:
                 limits = limits_until(
                     self._op.forward_until_s,
                     self._loop.time(),
-                    stall_s=self.state.plan.request.stall_s if isinstance(ask.body, ReceiveWeights) else None,
+                    stall_s=stall_s(self.state) if isinstance(ask.body, ReceiveWeights) else None,
                     is_ending=ask.is_ending,
                 )
                 if ask.ack_s is not None:
@@ -309,7 +313,7 @@ class UpdateRun:
         since_s = self._told_s if self._sender_heard_s is None else self._sender_heard_s
         if self.state.sender is Sender.JOINING:
             return min(since_s + JOINING_SILENCE_S, self._told_s + self.state.plan.group_timeout_s)
-        return since_s + self.state.plan.request.stall_s if self.state.sender is Sender.SENDING else None
+        return since_s + stall_s(self.state) if self.state.sender is Sender.SENDING else None
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ def _free(state: UpdateState) -> Decision:
     free = _to_free(state)
     if not free:
         return _leave(state)
-    return _ask(replace(state, num_tries=1), Stage.FREE, ResumeGeneration(), free)
+    return _ask(replace(state, num_tries=1), Stage.FREE, ResumeGeneration(), free, ack_s=_lost_s(state, free))
 
 
 def to_keep(state: UpdateState) -> tuple[WorkerId, ...]:
@@ -185,11 +185,17 @@ def _leave(state: UpdateState) -> Decision:
         members = tuple(w for w in state.group.workers if not state.seats[w].is_gone)
     if state.group is None or not members:
         return replace(state, stage=Stage.DONE, step=None, pending=frozenset()), ()
-    return _ask(state, Stage.LEAVE, DestroyGroup(epoch=state.group.plan.epoch), members)
+    body = DestroyGroup(epoch=state.group.plan.epoch)
+    return _ask(state, Stage.LEAVE, body, members, ack_s=_lost_s(state, members))
 
 
 def _after_leave(state: UpdateState) -> Decision:
     return (state, ()) if state.pending else _free(replace(state, has_left=True))
+
+
+def _lost_s(state: UpdateState, workers: tuple[WorkerId, ...]) -> float | None:
+    """The ack limit of a step at the end: the trainer doesn't wait long for those who were silent all along."""
+    return probe_s(state) if all(is_lost(state.seats[w]) for w in workers) else None
 
 
 def _ask(

@@ -178,7 +178,8 @@ class Trainer:
                 and within `deadline_s`, and who ends behind is told in the report, not by an error. "stop": it is
                 ended on everybody whom the loss has touched, and anything but a full success is an error.
             pause_mode: what a pause does with requests in flight: keep, wait or abort.
-            deadline_s: for all of it; `stall_s`: for no byte moving.
+            deadline_s: for all of it; `stall_s`: for no byte moving (with "retry" and several workers at least 12 s,
+                within which it is found who holds the others up).
             bucket_bytes: size of what is sent at once; the memory used beyond the weights is twice that.
             on_progress: called on the loop as the update moves on.
             check: False returns a report that isn't ok instead of raising for it.

@@ -11,11 +11,12 @@ from rlbus.schemas.control import (
     UpdateWeights,
 )
 from rlbus.schemas.ids import WorkerId
+from rlbus.schemas.lora_ops import LoadLoraFleet, UnloadLoraFleet
 from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
-MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet
+MutationRequest = PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | LoadLoraFleet | UnloadLoraFleet
 
 
 class JournalEntry(Wire, frozen=True, kw_only=True):

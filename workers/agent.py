@@ -108,7 +108,8 @@ class Agent:
             system_url=info.system_url,
             completions_url=info.completions_url,
         )
-        self.boot_id = bus.new_id()
+        # One that takes over within the process is another start than the one that its supervisor named.
+        self.boot_id = bus.new_id() if before is not None else self._config.boot_id or bus.new_id()
         self.journal = Journal()
         self.refusals = Refusals()
         self.answers = Answers(bus, namespace, component, instance_id, self.boot_id)

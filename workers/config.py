@@ -31,6 +31,8 @@ DEFAULT_LORA_CACHE_BYTES = 8 << 30
 # `fetch(bus, source, folder)` puts the files of `rlbus.adapter.ADAPTER_FILES`, and nothing else, into an empty folder,
 # in bounded memory, at most `source.num_bytes` of them. Raises FaultError. Cancel: the folder is thrown away.
 FetchObject = Callable[[Bus, ObjectSource, Path], Awaitable[None]]
+# What the supervisor calls this life of the process, in its environment: it says goodbye for a dead one by that name.
+BOOT_ID = "RLBUS_BOOT_ID"
 # field -> environment variable
 ENV_NAMES = {
     "component": "RLBUS_COMPONENT",
@@ -104,6 +106,8 @@ class AgentConfig:
     lora_poll_s: float = 0.5
     # Where the worker's ledger lies. None: a restarted worker remembers nothing.
     state_dir: str | None = None
+    # Names this start of the worker in all that it says. None: drawn.
+    boot_id: str | None = None
     # Mean time between heartbeats; each one is moved by up to `jitter` of it, so that a fleet doesn't beat as one.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     jitter: float = 0.2
@@ -153,6 +157,8 @@ class AgentConfig:
             folder = getattr(self, name)
             if folder is not None and not Path(folder).is_absolute():
                 raise ConfigError(name, folder, "use an absolute path")
+        if self.boot_id is not None and not is_token(self.boot_id):
+            raise ConfigError("boot_id", self.boot_id, "use 1 to 64 of A-Z a-z 0-9 _ -")
 
     @classmethod
     def from_env(cls, *, environ: Mapping[str, str] | None = None, **overrides: Any) -> "AgentConfig":
@@ -169,6 +175,7 @@ class AgentConfig:
                 given[name] = tuple(part for part in roots.split(os.pathsep) if part)
         for name in ("state_dir", "lora_cache_dir"):
             given.setdefault(name, env.get(ENV_NAMES[name]) or None)
+        given.setdefault("boot_id", env.get(BOOT_ID) or None)
         return cls(**given)
 
 

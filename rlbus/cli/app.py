@@ -34,6 +34,7 @@ app.command()(fleet.resume)
 app.command()(fleet.flush)
 app.command()(fleet.abort)
 app.command()(fleet.update)
+app.command()(fleet.cancel)
 
 
 @app.callback()

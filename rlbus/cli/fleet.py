@@ -1,4 +1,4 @@
-"""Commands that ask the controller: workers, status, history, versions, pause, resume, flush, abort, update."""
+"""Commands that ask the controller: workers, status, history, versions, pause, resume, flush, abort, update, cancel."""
 
 import contextlib
 import sys
@@ -13,8 +13,8 @@ from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Worker
 from rlbus.cli.output import ExitCode, Output, exit_code_of_report
 from rlbus.cli.views import failure_text, present, show_history, show_report, show_status, show_workers
 from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, VERB_DEADLINE_S, FleetClient
-from rlbus.errors import ConfigError, DeadlineError
-from rlbus.schemas import FleetView, PauseMode, Report, Target
+from rlbus.errors import ConfigError, DeadlineError, refused
+from rlbus.schemas import FaultCode, FleetView, PauseMode, Report, Target
 
 # How long `--watch` waits for an event before it looks again anyway (ages grow).
 WATCH_S = 2.0
@@ -273,6 +273,36 @@ def history(
             out.document(view)
         else:
             show_history(out, view)
+        return ExitCode.OK
+
+    run_on_fleet(out, url, namespace, work)
+
+
+def cancel(
+    op_id: Annotated[
+        str | None, typer.Argument(metavar="[OP]", help="As `rlbus status` shows it. [default: what runs]")
+    ] = None,
+    url: Url = None,
+    namespace: Namespace = None,
+    deadline: Deadline = None,
+    json: Json = False,
+) -> None:
+    """Take back the op that runs, whoever asked for it.
+
+    It ends like any other failure: undone, or reported. `rlbus history` then shows how.
+    """
+    out = Output(json)
+
+    async def work(fleet: FleetClient) -> ExitCode:
+        deadline_s = _deadline(deadline, QUESTION_DEADLINE_S)
+        op = op_id or (await fleet.status(deadline_s=deadline_s)).op_id
+        if op is None:
+            raise refused(FaultCode.UNKNOWN_OP, "no op runs that changes anything")
+        await fleet.cancel(op, deadline_s=deadline_s)
+        if json:
+            out.document({"op_id": op})
+        else:
+            out.line(f"op {op} is taken back; `rlbus history` shows how it ends")
         return ExitCode.OK
 
     run_on_fleet(out, url, namespace, work)

@@ -322,6 +322,31 @@ def test_a_frozen_worker_costs_a_deadline_and_a_second_verb_is_busy(url: str, fl
         rlbus("resume", url=url)
 
 
+def test_cancel_takes_back_what_runs_for_somebody_else(url: str, fleet: dict[str, Process]) -> None:
+    """Its caller gets the report; with nothing that runs, it is refused with 3."""
+    frozen = fleet["prefill/7"].popen
+    frozen.send_signal(signal.SIGSTOP)
+    pausing = Process("pause", "--json", "--deadline", "60", url=url)
+    try:
+        deadline = time.monotonic() + 30.0
+        while (op_id := rlbus("status", "--json", url=url).document["op_id"]) is None:
+            assert time.monotonic() < deadline
+        done = rlbus("cancel", "--json", url=url)
+        assert (done.code, done.document) == (0, {"op_id": op_id})
+        report = pausing.document()
+        assert report["status"] == "failed"
+        assert report["op_id"] == op_id
+        (lost,) = (o for o in report["outcomes"] if o["worker"] == "prefill/7")
+        assert lost["fault"]["code"] == "cancelled"
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+        pausing.kill()
+    nothing = rlbus("cancel", "--json", url=url)
+    assert (nothing.code, nothing.document["error"]["code"]) == (3, "unknown_op")
+    with contextlib.suppress(AssertionError):
+        rlbus("resume", url=url)
+
+
 def test_ctrl_c_ends_a_watch_with_130(url: str, fleet: dict[str, Process]) -> None:
     """And without a traceback."""
     watching = Process("status", "--watch", url=url)

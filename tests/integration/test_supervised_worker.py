@@ -136,7 +136,7 @@ def on_worker(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> Non
 
 
 def test_killed_worker_comes_back_as_itself_with_unknown_weights_and_one_engine(tmp_path: Path) -> None:
-    """Its rank doesn't live on; an op that had ended is answered as before."""
+    """Its rank doesn't live on; an op that had ended is answered as before; that it died is said at once."""
 
     async def scenario(scene: Scene) -> None:
         before = scene.last
@@ -145,6 +145,9 @@ def test_killed_worker_comes_back_as_itself_with_unknown_weights_and_one_engine(
         old = scene.below()
         assert (len(old), scene.document["worker_pid"], scene.document["pid"]) == (2, old[0], scene.process.pid)
         os.kill(old[0], signal.SIGKILL)
+        await scene.until(lambda: any(isinstance(m, Goodbye) for m in scene.heard), SEEN_S)
+        goodbye = next(m for m in scene.heard if isinstance(m, Goodbye))
+        assert (goodbye.boot_id, goodbye.reason) == (before.boot_id, f"its process ended with status {-signal.SIGKILL}")
         again = await scene.up_again(before.boot_id)
         assert all(is_gone(pid) for pid in old)
         assert len(scene.below()) == 2
@@ -163,9 +166,8 @@ def test_dead_rank_is_seen_at_once_and_the_worker_is_started_again(tmp_path: Pat
         boot_id = scene.last.boot_id
         old = scene.below()
         os.kill(old[1], signal.SIGKILL)
-        await scene.until(lambda: isinstance(scene.heard[-1], Goodbye), SEEN_S)
-        goodbye = scene.heard[-1]
-        assert isinstance(goodbye, Goodbye)
+        await scene.until(lambda: any(isinstance(m, Goodbye) for m in scene.heard), SEEN_S)
+        goodbye = next(m for m in scene.heard if isinstance(m, Goodbye))
         assert "the engine is lost" in goodbye.reason
         await scene.up_again(boot_id)
         assert all(is_gone(pid) for pid in old)

@@ -256,6 +256,34 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.ControllerEvent, s.OpEnded(at=1.5, op_id="op-1", op="pause", status="failed", took_s=0.5, fault=FAULT)),
 )
 
+FLEET_LORA = s.FleetLora(
+    name="policy", revision=7, checksum="ab" * 32, source=OBJECT, since=1.5, op_id="op-7", target=TARGET
+)
+LORA_REQUESTS: list[tuple[Any, Any]] = [
+    (
+        s.ControlRequest,
+        s.LoadLoraFleet(
+            **ASKED,
+            name="policy",
+            source=OBJECT,
+            checksum="ab" * 32,
+            revision=7,
+            target=TARGET,
+            pause_mode=s.PauseMode.WAIT,
+            hot_swap=True,
+            evict_idle=True,
+            is_catch_up=True,
+        ),
+    ),
+    (s.ControlRequest, s.UnloadLoraFleet(**ASKED, name="policy", revision=7, drain_s=60.0, target=TARGET)),
+    (s.ControlRequest, s.ListLoras(**ASKED, target=TARGET)),
+    (
+        s.LoraMark,
+        s.LoraMark(
+            term=7, loras=(FLEET_LORA,), past=(s.PastRevision(name="policy", revision=6, checksum="cd" * 32),)
+        ),
+    ),
+]
 HISTORY_ITEM = s.HistoryItem(
     op_id="op-1",
     op="update_weights",

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlbus._process import Child
+from rlbus.workers.config import BOOT_ID
 from rlbus.workers.supervisor.beats import BEAT_FD, Hearing
+from rlbus.workers.supervisor.farewell import new_boot_id
 from rlbus.workers.supervisor.hang import LOOK_S, STANDSTILL_S, HangLimits, Kind, Seen, Watch
 from rlbus.workers.supervisor.output import output
 from rlbus.workers.supervisor.processes import Process, kill_left, left_of, tree
@@ -53,7 +55,8 @@ class Supervision:
     """How a worker is run.
 
     `who` is its name in log lines; `log` takes the process's output, None is stderr with the name before each line;
-    `on_ready` is called whenever it can be reached on the bus, with its process id.
+    `on_ready` is called whenever it can be reached on the bus, with its process id; `on_death` as soon as one has ended
+    that nobody stopped, with its boot id and in which way.
     """
 
     who: str
@@ -61,6 +64,7 @@ class Supervision:
     limits: HangLimits = field(default_factory=HangLimits)
     engine_limits: HangLimits = ENGINE_LIMITS
     on_ready: Callable[[int], None] = lambda pid: None
+    on_death: Callable[[str, str], None] = lambda boot_id, reason: None
 
 
 async def keep_running(command: WorkerCommand, how: Supervision, restarts: Restarts, stopped: asyncio.Event) -> int:
@@ -110,6 +114,7 @@ class _Life:
     def __init__(self, command: WorkerCommand, how: Supervision) -> None:
         self._command = command
         self._how = how
+        self._boot_id = new_boot_id()
         # What was seen of the process and those below it last.
         self._tree: list[Process] = []
 
@@ -122,7 +127,7 @@ class _Life:
                 child = await Child.start(
                     how.who,
                     command.argv,
-                    env={**command.env, BEAT_FD: str(hearing.write_fd)},
+                    env={**command.env, BEAT_FD: str(hearing.write_fd), BOOT_ID: self._boot_id},
                     log=how.log,
                     stdout=sink,
                     stderr=sink,
@@ -131,7 +136,10 @@ class _Life:
                 hearing.listen(lambda: how.on_ready(child.pid))
                 _log.info("worker %s: process %d starts", how.who, child.pid)
                 try:
-                    return await self._until_end(child, hearing, stopped)
+                    code = await self._until_end(child, hearing, stopped)
+                    if not stopped.is_set() and code not in (EXIT_USAGE, EXIT_NO_BUS):  # those were never there
+                        how.on_death(self._boot_id, f"its process ended with status {code}")
+                    return code
                 finally:
                     await self._clear()
         finally:

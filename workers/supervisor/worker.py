@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlbus.config import BusConfig
 from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_env
+from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, keep_running, stop_signal
 
@@ -38,8 +39,13 @@ async def supervise_worker(
         state_dir = state_dir_for(named, run_dir, os.environ)
         command = build(worker_env(bus_config, named.identity, weight_roots, state_dir), run_dir)
         identity = named.identity
-        how = Supervision(who=f"{identity.component}/{identity.instance_id}", log=log, on_ready=on_ready)
-        async with stop_signal() as stopped:
+        async with stop_signal() as stopped, Farewells(bus_config, identity) as farewells:
+            how = Supervision(
+                who=f"{identity.component}/{identity.instance_id}",
+                log=log,
+                on_ready=on_ready,
+                on_death=farewells.say,
+            )
             return await keep_running(command, how, restarts, stopped)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from rlbus.controller.attempts import PROBE_S, STILL_S
 from rlbus.errors import PartialError
-from rlbus.schemas import OpStatus
+from rlbus.schemas import OpStatus, ReceiveWeights
 from rlbus.transfer.fake import FakePlaneScript
+from rlbus.workers.config import DEFAULT_HEARTBEAT_S
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller.scene import PAUSED, RUNNING, Scene, Steps, outcomes, play, source, worker
 
@@ -74,6 +75,66 @@ def test_a_worker_that_hangs_in_a_broadcast_is_lost_although_no_connection_break
         assert outcomes(report) == {"1": "ok", "2": "unknown", "3": "ok"}
         assert report.num_attempts == 2
         assert loop.time() - lost_s < STILL_S + 2 * PROBE_S + 2.0
+        scene.heal(2)
+
+    stuck: Steps = {"receive_weights": {1: Step(transfer_s=3600.0, num_parts=1)}}
+    play([worker(n, stuck) for n in (1, 2, 3)], scenario)
+
+
+def test_a_worker_that_falls_silent_when_the_others_have_everything_is_lost_by_their_heartbeats() -> None:
+    """SCENARIOS 6: nobody else has anything to say in the transfer any more; that they live is heard all the same."""
+
+    async def scenario(scene: Scene) -> None:
+        loop = asyncio.get_running_loop()
+        lost_s: list[float] = []
+
+        def cut() -> None:
+            lost_s.append(loop.time())
+            scene.cut(2)
+
+        scene.at(ReceiveWeights, cut)
+        report = await scene.update(7, require=2)
+        assert outcomes(report) == {"1": "ok", "2": "unknown", "3": "ok"}
+        assert report.num_attempts == 2
+        # A heartbeat comes within 1.2 intervals (rlbus.workers.config); then an abort, and the end, are probes.
+        assert loop.time() - lost_s[0] < STILL_S + 1.2 * DEFAULT_HEARTBEAT_S + 4 * PROBE_S
+        scene.heal(2)
+
+    play([worker(1), worker(2), worker(3)], scenario)
+
+
+def test_a_worker_that_never_takes_up_a_transfer_holds_the_others_up_no_longer_than_a_still_one() -> None:
+    """SCENARIOS 6: it hears of the transfer and says nothing; nobody was told to send yet."""
+
+    async def scenario(scene: Scene) -> None:
+        loop = asyncio.get_running_loop()
+        updating = asyncio.create_task(scene.update(7, require=2))
+        await asyncio.sleep(0.5)
+        scene.cut(2)
+        lost_s = loop.time()
+        report = await updating
+        assert outcomes(report) == {"1": "ok", "2": "unknown", "3": "ok"}
+        assert loop.time() - lost_s < STILL_S + 1.2 * DEFAULT_HEARTBEAT_S + 4 * PROBE_S
+        scene.heal(2)
+
+    # Receivers that stand only after 3600 s: no `accepted` from the stopped one.
+    slow: Steps = {"receive_weights": {0: Step(latency_s=1.0)}}
+    mute: Steps = {"receive_weights": {0: Step(latency_s=3600.0)}}
+    play([worker(1, slow), worker(2, mute), worker(3, slow)], scenario)
+
+
+def test_a_short_stall_limit_leaves_time_to_find_out_who_holds_the_others_up() -> None:
+    """SCENARIOS 6: a stopped worker stalls everybody's transfer; the others aren't given up for it."""
+
+    async def scenario(scene: Scene) -> None:
+        scene.fleet.plane.script = FakePlaneScript(send_s=3600.0)
+        updating = asyncio.create_task(scene.update(7, require=2, stall_s=3.0))
+        await asyncio.sleep(0.5)
+        scene.cut(2)
+        scene.fleet.plane.script = FakePlaneScript()
+        report = await updating
+        assert outcomes(report) == {"1": "ok", "2": "unknown", "3": "ok"}
+        assert report.num_attempts == 2
         scene.heal(2)
 
     stuck: Steps = {"receive_weights": {1: Step(transfer_s=3600.0, num_parts=1)}}

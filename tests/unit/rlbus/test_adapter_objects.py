@@ -1,4 +1,4 @@
-"""An adapter as an object: what is put is what is fetched, and what is wrong with one is said before anybody loads it."""
+"""An adapter as an object: what is put is what is fetched, and a bad one is refused before anybody loads it."""
 
 import hashlib
 import struct
