@@ -8,15 +8,13 @@ which answers through `SenderSignal`s on `dyn.<ns>.controller.sender`.
 
 import enum
 
-import msgspec
-
 from rlbus.schemas.acks import ResultData
 from rlbus.schemas.base import Wire
 from rlbus.schemas.commands import PauseMode
 from rlbus.schemas.faults import Fault
 from rlbus.schemas.groups import GroupPlan, Rendezvous
 from rlbus.schemas.ids import OpId, Token, WorkerId
-from rlbus.schemas.lora_ops import FleetLora, ListLoras, LoadLoraFleet, LoraResult, UnloadLoraFleet
+from rlbus.schemas.lora_ops import FleetLora, ListLoras, LoadLoraFleet, LoraBehind, LoraResult, UnloadLoraFleet
 from rlbus.schemas.membership import Descriptor, WorkerStatus
 from rlbus.schemas.requests import Request, Target
 from rlbus.schemas.snapshots import SnapshotOffer
@@ -266,7 +264,7 @@ class MemberView(Wire, frozen=True, kw_only=True):
     boot_id: str
     age_s: float
     reason: str | None = None
-    loras_behind: dict[str, str] = msgspec.field(default_factory=dict)
+    loras_behind: tuple[LoraBehind, ...] = ()
 
 
 class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):

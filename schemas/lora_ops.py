@@ -72,6 +72,13 @@ class FleetLora(Wire, frozen=True, kw_only=True):
     target: Target = Target()
 
 
+class LoraBehind(Wire, frozen=True, kw_only=True):
+    """An adapter that the fleet has and one worker lacks: "policy@7", and what is done about it, in words."""
+
+    id: str
+    note: str
+
+
 class PastRevision(Wire, frozen=True, kw_only=True, array_like=True):
     """A revision that was given once, and the bytes that it stands for since. On the wire `[name, 7, checksum]`."""
 
