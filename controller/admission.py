@@ -17,6 +17,7 @@ from rlbus.schemas import (
     FlushFleet,
     Generation,
     GetVersions,
+    ListLoras,
     ManifestPage,
     PauseFleet,
     ReloadFleet,
@@ -45,6 +46,7 @@ _ROUTE: dict[type[Request], str] = {
     AbortFleet: "abort_request",
     GetVersions: "get_weight_version",
     ReloadFleet: "update_weights_from_disk",
+    ListLoras: "list_loras",
 }
 
 

@@ -26,8 +26,10 @@ from rlbus.schemas import (
     FaultCode,
     FlushCache,
     FlushFleet,
+    GetLoras,
     GetVersion,
     GetVersions,
+    ListLoras,
     LoadWeights,
     Outcome,
     PauseFleet,
@@ -44,7 +46,7 @@ from rlbus.schemas import (
     WorkerOutcome,
 )
 
-PlainVerb = ResumeFleet | FlushFleet | AbortFleet | GetVersions
+PlainVerb = ResumeFleet | FlushFleet | AbortFleet | GetVersions | ListLoras
 Answers = Mapping[WorkerId, StepAnswer]
 
 
@@ -121,6 +123,8 @@ class FleetVerb:
                 body = AbortRequest(request_ids=request.request_ids)
             case GetVersions():
                 body = GetVersion()
+            case ListLoras():
+                body = GetLoras()
         self._book.note(self._op.name, await self._ask(self._op.name, self._op.name, body, self._workers))
         return self._report()
 

@@ -89,9 +89,10 @@ class PastRevision(Wire, frozen=True, kw_only=True, array_like=True):
 
 class LoraMark(Wire, frozen=True, kw_only=True):
     """The fleet's adapters, by the leader of `term`: those that it has, and the newest revisions that were ever given,
-    so that none is given twice.
+    so that none is given twice. `op_id` is the last op that counts in it.
     """
 
     term: int
+    op_id: str | None = None
     loras: tuple[FleetLora, ...] = ()
     past: tuple[PastRevision, ...] = ()

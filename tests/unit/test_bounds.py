@@ -17,7 +17,7 @@ from rlbus._supervised import SupervisedTransport
 from rlbus._transport import Transport
 from rlbus.bus import Bus, ReplyStream
 from rlbus.client import FleetClient
-from rlbus.schemas.control import Request
+from rlbus.schemas.requests import Request
 from rlbus.trainer import Trainer
 from rlbus.transfer.fake import FakePlane, FakeSource
 from rlbus.transfer.gloo_group import GlooGroup

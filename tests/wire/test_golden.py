@@ -297,7 +297,9 @@ EXAMPLES += (
     (s.ControlRequest, s.ListLoras(**ASKED, target=TARGET)),
     (
         s.LoraMark,
-        s.LoraMark(term=7, loras=(FLEET_LORA,), past=(s.PastRevision(name="policy", revision=6, checksum=SHA),)),
+        s.LoraMark(
+            term=7, op_id="op-7", loras=(FLEET_LORA,), past=(s.PastRevision(name="policy", revision=6, checksum=SHA),)
+        ),
     ),
     (s.ControlRequest, s.GetHistory(**ASKED, limit=5)),
     (s.ControlReply, s.HistoryView(namespace="prod", term=4, items=(HISTORY_ITEM,))),
