@@ -263,9 +263,9 @@ class Controller:
                 self._begin_update(request, message)
             case LoadLoraFleet() | UnloadLoraFleet():
                 if not self._is_handled(request, message, is_mutation=True):
-                    problem = self._loras.begin(request, message.reply, op)
-                    if problem is not None:
-                        self._refuse(message, request.op_id, problem)
+                    refusal = self._loras.begin(request, message.reply, op)
+                    if refusal is not None:
+                        self._refuse(message, request.op_id, refusal)
             case _:
                 self._begin_verb(request, message, op)
 
