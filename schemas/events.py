@@ -62,10 +62,11 @@ class LoraDraining(WorkerEventBase, frozen=True, kw_only=True, tag="lora_drainin
 
 
 class LoraUnloaded(WorkerEventBase, frozen=True, kw_only=True, tag="lora_unloaded"):
-    """The adapter is gone from the engine."""
+    """The adapter is gone from the engine. `num_aborted` requests were ended with it; None: the engine can't say."""
 
     name: str
     revision: int
+    num_aborted: int | None = None
 
 
 class CommandRefused(WorkerEventBase, frozen=True, kw_only=True, tag="command_refused"):

@@ -131,14 +131,15 @@ class LorasData(Data, frozen=True, kw_only=True, tag="loras"):
     """Which adapters the engine has, by its own word, in the order of their names and revisions.
 
     `capacity` is how many fit. After a load: `hot_swap` says that it took an older revision's place, `evicted` which
-    ones had to go ("policy@3"). `cause`: the engine's call went wrong in this way, and its own list proved that what
-    was asked for is done all the same.
+    ones had to go ("policy@3"). `num_aborted`: requests that were ended with an adapter that went. `cause`: the
+    engine's call went wrong in this way, and its own list proved that what was asked for is done all the same.
     """
 
     loras: tuple[LoraView, ...]
     capacity: int
     hot_swap: bool = False
     evicted: tuple[str, ...] = ()
+    num_aborted: int = 0
     cause: Fault | None = None
 
 

@@ -21,6 +21,7 @@ from rlbus.schemas import (
     FaultCode,
     GenerationResumed,
     Goodbye,
+    LorasData,
     PrepareWeightsUpdate,
     TensorSpec,
     WorkerStatus,
@@ -38,10 +39,15 @@ from rlbus.workers.journal import Journal, Record
 from rlbus.workers.leases import OWN_OP_S, work_of
 from rlbus.workers.ledger import Ledger, come_back, noted
 from rlbus.workers.lifecycle import decide, is_mutation, served_routes
+from rlbus.workers.lora_calls import ROUTES as LORA_ROUTES
+from rlbus.workers.lora_calls import lora_engine
+from rlbus.workers.lora_files import LoraFiles
+from rlbus.workers.lora_watch import LoraWatch
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
     Arrived,
+    DrainEnded,
     Event,
     Ignore,
     Join,
@@ -115,18 +121,22 @@ class Agent:
         self.answers = Answers(bus, namespace, component, instance_id, self.boot_id)
         # Set once the subscriptions stand at the server.
         self.ready = asyncio.Event()
+        lora_info = lora_engine(engine).lora_info if routes >= LORA_ROUTES else None
         self._state = WorkerState(
             component=component,
             instance_id=instance_id,
             world_size=info.world_size,
             routes=routes,
             backends=info.backends,
+            lora_info=lora_info,
         )
         self._ledger = ledger
         if before is not None:
             self._adopt(before)
         elif ledger is not None:
             self._remember(ledger)
+        self.lora_files: LoraFiles = LoraFiles(self._config, bus, None if before is None else before.lora_files)
+        self._loras = LoraWatch(None if lora_info is None else lora_engine(engine), self, self._config)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
         self._book = ManifestBook()
@@ -166,7 +176,7 @@ class Agent:
         drain_s = 0.0
         self._arm_lease()
         async with asyncio.TaskGroup() as group:
-            heart = group.create_task(self._heartbeat.run())
+            beside = [group.create_task(self._heartbeat.run()), group.create_task(self._loras.run())]
             try:
                 await self._try_barrier()
                 self.ready.set()
@@ -176,7 +186,8 @@ class Agent:
                 unwatch()
                 for subscription in subscriptions:
                     subscription.unsubscribe()
-                heart.cancel()
+                for task in beside:
+                    task.cancel()
                 await self._close(drain_s)
 
     def announce_soon(self) -> None:
@@ -201,6 +212,8 @@ class Agent:
             self._ledger.note(noted(self._state))
         if self._state.lease is not before.lease:
             self._arm_lease()
+        if self._state.adapters is not before.adapters:
+            self._loras.soon()
         for action in actions:
             self._act(action)
         return actions
@@ -218,6 +231,7 @@ class Agent:
             term=state.term,
             num_refused_messages=self.answers.num_refused,
             work=work_of(state.running, self._config.work_lease_s),
+            loras=self._loras.view(),
         )
 
     # --- what outlives the process
@@ -252,6 +266,16 @@ class Agent:
         pause = self._state.pause
         _log.warning("the lease of the pause by %s ended without renewal", None if pause is None else pause.owner)
         self.apply(LeaseEnded(self._bus.new_id(), self._bus.clock.now()))
+
+    # --- adapters
+
+    async def list_loras(self) -> LorasData:
+        """What the engine has now. Raises EngineError: it doesn't say. Cancel: leaves nothing."""
+        return await self._loras.answer()
+
+    def drain_ended(self, name: str, revision: int) -> None:
+        """Nothing needs this draining adapter any more, or its time is over: let it go, if nothing else runs."""
+        self.apply(DrainEnded(name, revision, self._bus.new_id(), self._bus.clock.now()))
 
     def _act(self, action: Action) -> None:
         """What the state machine wants done for its own sake; answers to commands are the caller's."""
@@ -349,7 +373,9 @@ class Agent:
     # --- announcements and the end
 
     async def _beat(self) -> None:
+        looking = self._loras.begin_look()
         await self._observer.observe()
+        await self._loras.end_look(looking)
         if self._ledger is not None:
             self._ledger.touch()
         self.answers.num_announced += 1
@@ -379,6 +405,7 @@ class Agent:
                 self._lease_timer.cancel()
             await self._beside.aclose()
             await self._observer.aclose()
+            await self._loras.aclose()
             descriptor = self.descriptor
             goodbye = Goodbye(
                 boot_id=self.boot_id,

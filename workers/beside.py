@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from rlbus._clock import Clock
-from rlbus.errors import FaultError
+from rlbus.errors import EngineError, FaultError
 from rlbus.schemas import (
     AbortedData,
     AbortRequest,
@@ -13,10 +13,12 @@ from rlbus.schemas import (
     Descriptor,
     Fault,
     FaultCode,
+    GetLoras,
     GetOutcome,
     GetStatus,
     GetVersion,
     Hello,
+    LorasData,
     OutcomeData,
     PutManifest,
     RenewLease,
@@ -67,6 +69,10 @@ class Host(Protocol):
         """Ask the engine, bounded. Cancel: leaves nothing."""
         ...
 
+    async def list_loras(self) -> LorasData:
+        """Ask the engine for its adapters, bounded. Raises EngineError. Cancel: leaves nothing."""
+        ...
+
 
 class Beside:
     """Answers the commands that never wait for a mutation. One per agent; `aclose` ends what still runs."""
@@ -100,9 +106,11 @@ class Beside:
                 self._end_at_once(command, reply)
             case PutManifest() as body:
                 self._put_manifest(command, reply, body)
-            case GetStatus() | AbortRequest() if len(self._tasks) >= MAX_SIDE_TASKS:
+            case GetStatus() | GetLoras() | AbortRequest() if len(self._tasks) >= MAX_SIDE_TASKS:
                 busy = fault(FaultCode.BUSY, f"{MAX_SIDE_TASKS} others wait for the engine", retryable=True)
                 self._host.refuse(command, reply, busy)
+            case GetLoras():
+                self._own(self._answer_loras(command, reply))
             case GetStatus():
                 self._own(self._answer_status(command, reply))
             case AbortRequest() as body:
@@ -153,6 +161,15 @@ class Beside:
     async def _answer_status(self, command: Command, reply: str | None) -> None:
         await self._host.observe()
         self._answer(command, reply, StatusData(descriptor=self._host.descriptor, status=self._host.status()))
+
+    async def _answer_loras(self, command: Command, reply: str | None) -> None:
+        try:
+            data = await self._host.list_loras()
+        except EngineError as exc:
+            failed = self._host.answers.build(command.op_id, ResultStatus.FAILED, fault=exc.fault)
+            self._host.answers.result(reply, failed)
+            return
+        self._answer(command, reply, data)
 
     async def _abort(self, command: Command, record: Record, body: AbortRequest) -> None:
         async def abort() -> AbortedData:

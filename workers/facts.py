@@ -1,9 +1,15 @@
 """The facts that a change of a worker's state amounts to. Pure."""
 
+from typing import Any
+
 from rlbus.schemas import (
     WHOLE,
     GenerationPaused,
     GenerationResumed,
+    LoraDraining,
+    LoraLoaded,
+    LoraState,
+    LoraUnloaded,
     PauseView,
     ResumeGeneration,
     WeightsChanged,
@@ -34,7 +40,36 @@ def facts(before: WorkerState, after: WorkerState, at: float) -> tuple[WorkerEve
             **who, at=at, op_id=op_id, forced=is_forced(before), lease_ended=lease_ended, owner=owner
         )
         found.append(resumed)
+    if after.adapters != before.adapters:
+        found.extend(_about_adapters(before, after, {**who, "at": at, "op_id": op_id}))
     return tuple(found)
+
+
+def _about_adapters(before: WorkerState, after: WorkerState, common: dict[str, Any]) -> list[WorkerEvent]:
+    """One that was never loaded for sure has nothing to tell."""
+    found: list[WorkerEvent] = []
+    old, new = {a.key: a for a in before.adapters}, {a.key: a for a in after.adapters}
+    gone = after.adapter_gone if after.adapter_gone is not before.adapter_gone else None
+    for (name, revision), adapter in old.items():
+        if adapter.was_loaded and (name, revision) not in new:
+            is_told = gone is not None and (gone.name, gone.revision) == (name, revision)
+            num_aborted = gone.num_aborted if gone is not None and is_told else None
+            found.append(LoraUnloaded(**common, name=name, revision=revision, num_aborted=num_aborted))
+    for key, adapter in new.items():
+        then = old.get(key)
+        if adapter.was_loaded and (then is None or not then.was_loaded):
+            found.append(
+                LoraLoaded(
+                    **common,
+                    name=adapter.name,
+                    revision=adapter.revision,
+                    checksum=adapter.checksum,
+                    hot_swap=adapter.hot_swap,
+                )
+            )
+        if adapter.state is LoraState.DRAINING and (then is None or then.state is not LoraState.DRAINING):
+            found.append(LoraDraining(**common, name=adapter.name, revision=adapter.revision))
+    return found
 
 
 def _kind(pause: PauseView | None) -> object:
@@ -56,4 +91,4 @@ def is_visible(before: WorkerState, after: WorkerState) -> bool:
 
 
 def _visible(state: WorkerState) -> object:
-    return state.weights, _kind(state.pause), state.epoch, work_of(state.running, 0.0)
+    return state.weights, _kind(state.pause), state.epoch, work_of(state.running, 0.0), state.adapters

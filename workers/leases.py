@@ -13,6 +13,7 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     InitGroup,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseView,
@@ -32,7 +33,7 @@ RETRY_S = 5.0
 # What the agent gives the engine for one op at the end of a lease, in seconds.
 OWN_OP_S = 30.0
 # Work that may keep a process from its heartbeats: a collective, the reading of a large folder.
-_BLOCKING = InitGroup | ReceiveWeights | LoadWeights
+_BLOCKING = InitGroup | ReceiveWeights | LoadWeights | LoadLora
 
 
 def check_renewal(state: WorkerState, body: RenewLease) -> Fault | None:

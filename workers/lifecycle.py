@@ -21,8 +21,10 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     FlushCache,
+    GetLoras,
     Hello,
     InitGroup,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PrepareWeightsUpdate,
@@ -30,6 +32,7 @@ from rlbus.schemas import (
     ReceiveWeights,
     RenewLease,
     ResumeGeneration,
+    UnloadLora,
     WeightsState,
     WeightsView,
     route_of,
@@ -37,6 +40,7 @@ from rlbus.schemas import (
 from rlbus.workers import leases
 from rlbus.workers.checks import check_body, fault, is_committed
 from rlbus.workers.journal import Record, digest_of
+from rlbus.workers.loras import check_load, check_unload, lora_event
 from rlbus.workers.moves import (
     Action,
     AnswerNow,
@@ -115,6 +119,8 @@ def decide(state: WorkerState, event: Event) -> Decision:
             return _released(state, event)
         case LeaseEnded():
             return _lease_ended(state, event)
+        case _:
+            return lora_event(state, event)
 
 
 # --- arrival
@@ -140,14 +146,14 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
     mutation = Running(op_id=command.op_id, body=body, since=event.now)
     if state.running is not None:
         if state.queued is None and takes_back(body, state.running.body):
-            if problem := check_body(state, body):
+            if problem := problem_with(state, body):
                 return state, (Refuse(problem),)
             return replace(state, queued=mutation), (Run(takes_back=state.running.op_id),)
         running = state.running.op_id
         route = route_of(state.running.body)
         busy = fault(FaultCode.BUSY, f"op {running} is running ({route})", op_id=running, retryable=True)
         return state, (Refuse(busy),)
-    if problem := check_body(state, body) or _manifest_problem(event) or event.outside:
+    if problem := problem_with(state, body) or _manifest_problem(event) or event.outside:
         return state, (Refuse(problem),)
     prepared = state.prepared
     if isinstance(body, PrepareWeightsUpdate):
@@ -188,9 +194,23 @@ def _refusal(state: WorkerState, event: Arrived) -> Fault | None:
     return None
 
 
+def problem_with(state: WorkerState, body: CommandBody) -> Fault | None:
+    """Why this command can't be done in this state, or None."""
+    match body:
+        case LoadLora():
+            return check_load(state, body)
+        case UnloadLora():
+            return check_unload(state, body)
+        case _:
+            return check_body(state, body)
+
+
 def is_mutation(body: CommandBody) -> bool:
-    """Whether a command needs the one place for mutations. Aborts of requests, manifest pages and renewals don't."""
-    return route_of(body) not in QUERY_ROUTES and not isinstance(body, AbortRequest | PutManifest | RenewLease)
+    """Whether a command needs the one place for mutations. Aborts of requests, manifest pages, renewals and
+    the list of adapters don't.
+    """
+    is_beside = isinstance(body, AbortRequest | PutManifest | RenewLease | GetLoras)
+    return route_of(body) not in QUERY_ROUTES and not is_beside
 
 
 def takes_back(body: CommandBody, running: CommandBody) -> bool:

@@ -4,8 +4,9 @@ import enum
 from dataclasses import dataclass
 
 from rlbus.schemas import Command, CommandBody, Fault, TensorSpec
+from rlbus.workers.engines.lora import Resident
 from rlbus.workers.journal import Record
-from rlbus.workers.state import WorkerState
+from rlbus.workers.state import Adapter, WorkerState
 
 # --- events
 
@@ -82,7 +83,69 @@ class LeaseEnded:
     now: float
 
 
-Event = Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Ended | Released | LeaseEnded
+@dataclass(frozen=True, slots=True)
+class LoraBegins:
+    """The engine is about to be told to load this adapter, maybe in the place of revision `replaces`."""
+
+    adapter: Adapter
+    replaces: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraDrains:
+    """The engine takes no new requests for this adapter; it is to go when those in flight have ended."""
+
+    name: str
+    revision: int
+    drain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoraGone:
+    """The engine has let it go, and ended so many requests with it."""
+
+    name: str
+    revision: int
+    num_aborted: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRefused:
+    """The engine has refused to load this adapter: nothing has changed."""
+
+    name: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUnsettled:
+    """A call about this adapter went wrong, and the engine doesn't say what became of it."""
+
+    name: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class LorasSeen:
+    """What the engine has, by its own list, asked for when `lora_turn` was `turn`."""
+
+    residents: tuple[Resident, ...]
+    turn: int
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """No request needs this draining adapter any more, or its time is over. `op_id` is new."""
+
+    name: str
+    revision: int
+    op_id: str
+    now: float
+
+
+LoraEvent = LoraBegins | LoraDrains | LoraGone | LoraRefused | LoraUnsettled | LorasSeen | DrainEnded
+Event = LoraEvent | Arrived | Started | FirstByte | SessionClosed | GroupLeft | Flushed | Ended | Released | LeaseEnded
 
 
 # --- actions

@@ -22,6 +22,7 @@ from rlbus.schemas import (
     Generation,
     GetChecksums,
     InitGroup,
+    LoadLora,
     LoadWeights,
     PauseGeneration,
     PauseMode,
@@ -30,6 +31,7 @@ from rlbus.schemas import (
     ReceiveWeights,
     ResultData,
     ResumeGeneration,
+    UnloadLora,
     Version,
     WeightsData,
     WeightsState,
@@ -37,8 +39,10 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.sums import sums_digest
+from rlbus.workers import lora_calls
 from rlbus.workers.checks import REFUSALS, fault, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
+from rlbus.workers.lora_calls import Files, lora_engine
 from rlbus.workers.moves import Action, Event, Flushed, SessionClosed, Started
 from rlbus.workers.preconditions import path_problem
 from rlbus.workers.state import WorkerState
@@ -59,6 +63,11 @@ class Surroundings(Protocol):
 
     # Folders below which weights may be loaded.
     weight_roots: tuple[str, ...]
+
+    @property
+    def lora_files(self) -> Files:
+        """Where adapters come from."""
+        ...
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Feed the state machine; what it wants done."""
@@ -126,6 +135,10 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
             return await _load(engine, op_id, body, around)
         case GetChecksums():
             return await engine.checksums()
+        case LoadLora():
+            return await lora_calls.load(lora_engine(engine), op_id, body, around)
+        case UnloadLora():
+            return await lora_calls.unload(lora_engine(engine), body, around)
         case _:
             raise refused(FaultCode.NO_ROUTE, f"{route_of(body)} is no mutation")
     return None
@@ -224,7 +237,7 @@ async def _check_stands_still(around: Surroundings) -> None:
 
 def accepts_late(body: CommandBody) -> bool:
     """Whether `perform` says itself when the command counts as accepted."""
-    return isinstance(body, ReceiveWeights | LoadWeights)
+    return isinstance(body, ReceiveWeights | LoadWeights | LoadLora)
 
 
 # --- bounds

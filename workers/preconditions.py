@@ -42,13 +42,13 @@ def manifest_problem(engine: Engine, tensors: Sequence[TensorSpec], max_bytes: i
     return None
 
 
-def path_problem(path: str, roots: tuple[str, ...]) -> Fault | None:
-    """Why weights may not be loaded from `path`, or None. Links are followed before the comparison."""
+def path_problem(
+    path: str, roots: tuple[str, ...], kind: str = "weight root", variable: str = "RLBUS_WEIGHT_ROOTS"
+) -> Fault | None:
+    """Why nothing may be loaded from `path`, or None. Links are followed before the comparison."""
     if not roots:
-        return fault(
-            FaultCode.WRONG_STATE, "this worker has no weight root; start it with one (RLBUS_WEIGHT_ROOTS)", path=path
-        )
+        return fault(FaultCode.WRONG_STATE, f"this worker has no {kind}; start it with one ({variable})", path=path)
     real = Path(os.path.realpath(path))
     if not Path(path).is_absolute() or not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
-        return fault(FaultCode.WRONG_STATE, f"{path} is not below a weight root of this worker", path=path)
+        return fault(FaultCode.WRONG_STATE, f"{path} is not below a {kind} of this worker", path=path)
     return None

@@ -10,12 +10,24 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from rlbus._clock import Clock
-from rlbus.schemas import RECEIVING, Command, Fault, FaultCode, ReceiveWeights, ResultStatus, route_of
+from rlbus.schemas import (
+    RECEIVING,
+    Command,
+    Fault,
+    FaultCode,
+    LoadLora,
+    ReceiveWeights,
+    ResultStatus,
+    UnloadLora,
+    route_of,
+)
 from rlbus.workers.answers import Answers
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.journal import Journal, Record
+from rlbus.workers.lora_calls import Files, lora_engine, settle
+from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.moves import (
     Action,
     Cleanup,
@@ -23,6 +35,7 @@ from rlbus.workers.moves import (
     Event,
     FirstByte,
     GroupLeft,
+    LoraUnsettled,
     Released,
     SessionClosed,
     Started,
@@ -40,6 +53,7 @@ class Host(Protocol):
     journal: Journal
     answers: Answers
     refusals: Refusals
+    lora_files: LoraFiles
 
     @property
     def state(self) -> WorkerState:
@@ -64,6 +78,7 @@ class _Op:
 
     def __init__(self, host: Host, command: Command, record: Record, weight_roots: tuple[str, ...]) -> None:
         self._host = host
+        self.lora_files: Files = host.lora_files
         self.weight_roots = weight_roots
         self._loop = asyncio.get_running_loop()
         self.command = command
@@ -205,6 +220,8 @@ class Slot:
             await call.give_up(self._release(op), self._config.release_s, self._config.cancel_s)
         op.is_over = True
         outcome = call.outcome(cause)
+        if outcome.fault is not None and isinstance(op.command.body, LoadLora | UnloadLora):
+            outcome = await self._settle(op, op.command.body, call, outcome)
         if outcome.is_refused and op.has_started:
             outcome = Outcome(fault=outcome.fault, is_touched=outcome.is_touched)
         if not outcome.is_refused:
@@ -221,6 +238,19 @@ class Slot:
             self._host.lose(f"it doesn't come back from {op.record.route}")
             await asyncio.wait({call.task})
         self._host.apply(Released(op.command.op_id, self._clock.now()))
+
+    async def _settle(self, op: _Op, body: LoadLora | UnloadLora, call: EngineCall, outcome: Outcome) -> Outcome:
+        """A call about an adapter that failed, or was cut off, came to what the engine's own list says."""
+        assert outcome.fault is not None
+        if outcome.is_refused and not op.has_started:
+            return outcome
+        if not call.task.done():
+            self._host.apply(LoraUnsettled(body.name, body.revision))
+            return outcome
+        limit_s = self._config.undo_s
+        engine, host = lora_engine(self._engine), self._host
+        data, why = await settle(engine, body, outcome.fault, lambda: host.state, host.apply, limit_s)
+        return Outcome(data=data, fault=why)
 
     def _left_s(self, op: _Op) -> float:
         return max(0.0, op.command.expires_at - self._clock.now())

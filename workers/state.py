@@ -7,7 +7,8 @@ takes it back).
 
 from dataclasses import dataclass, field
 
-from rlbus.schemas import CommandBody, PauseView, TensorSpec, Version, WeightsState, WeightsView
+from rlbus.schemas import CommandBody, LoraState, PauseView, TensorSpec, Version, WeightsState, WeightsView
+from rlbus.workers.engines.lora import LoraInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,36 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that was asked for. `was_loaded` once the engine had it; `drain_s`: for how long it may drain.
+
+    `hot_swap`: it took the place of an older revision.
+    """
+
+    name: str
+    revision: int
+    checksum: str
+    state: LoraState
+    was_loaded: bool = False
+    hot_swap: bool = False
+    drain_s: float | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is asked for by."""
+        return self.name, self.revision
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGone:
+    """The last adapter that was unloaded, and how many requests were ended with it (None: nobody can say)."""
+
+    name: str
+    revision: int
+    num_aborted: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerState:
     """The whole state of one worker, as commanded. What the engine really does is observed beside it."""
 
@@ -82,3 +113,11 @@ class WorkerState:
     committed_op_id: str | None = None
     # Caches may hold entries of older weights; a resume flushes them first (DESIGN section 4 rule 7).
     owes_flush: bool = False
+    # Adapters in the order in which they were loaded, and what the engine can do with them (None: it takes none).
+    adapters: tuple[Adapter, ...] = ()
+    lora_info: LoraInfo | None = None
+    # Grows with every change of an adapter, so that an older answer of the engine isn't taken for a newer one.
+    lora_turn: int = 0
+    # (name, revision, checksum) of what was ever loaded here, newest last: those names are taken.
+    known_sums: tuple[tuple[str, int, str], ...] = ()
+    adapter_gone: AdapterGone | None = None

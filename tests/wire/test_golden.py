@@ -116,6 +116,7 @@ DATA: tuple[s.ResultData, ...] = (
         capacity=4,
         hot_swap=True,
         evicted=("policy@5",),
+        num_aborted=3,
         cause=FAULT,
     ),
 )
@@ -251,7 +252,7 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.WorkerEvent, s.WeightsChanged(**EVENT, state=s.WeightsState.CLEAN, version=V2)),
     (s.WorkerEvent, s.LoraLoaded(**EVENT, name="policy", revision=7, checksum=SHA, hot_swap=True)),
     (s.WorkerEvent, s.LoraDraining(**EVENT, name="policy", revision=6)),
-    (s.WorkerEvent, s.LoraUnloaded(**EVENT, name="policy", revision=6)),
+    (s.WorkerEvent, s.LoraUnloaded(**EVENT, name="policy", revision=6, num_aborted=1)),
     (s.WorkerEvent, s.CommandRefused(**EVENT, fault=FAULT, route="pause_generation")),
     (s.ControllerEvent, s.WorkerJoined(at=1.5, component="backend", instance_id="7", boot_id="boot-1")),
     (s.ControllerEvent, s.WorkerLeft(at=1.5, component="backend", instance_id="7", reason="silent")),

@@ -32,8 +32,11 @@ from rlbus.schemas import (
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.fake_loras import DEFAULT_CAPACITY, FakeLoras, WithLoras
+from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler
 from rlbus.workers.engines.fake_script import FakeScript, Step
+from rlbus.workers.engines.lora import LoraInfo
 
 ROUTES = frozenset(
     {
@@ -44,8 +47,11 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_disk",
         "get_weight_checksums",
+        *LORA_ROUTES,
     }
 )
+# What it can do with adapters unless it is told otherwise.
+LORAS = LoraInfo(DEFAULT_CAPACITY, can_hot_swap=True)
 DEFAULT_TENSORS = (
     TensorSpec(name="embed.weight", dtype="float32", shape=(64, 16)),
     TensorSpec(name="layers.0.weight", dtype="float32", shape=(16, 16)),
@@ -60,7 +66,7 @@ INITIAL = Version(incarnation=0, step=0)
 Feed = Callable[[ReceiveOrder], Awaitable[int | None]]
 
 
-class FakeEngine:
+class FakeEngine(WithLoras):
     """A fake engine; see the module. `calls` has the verbs in the order of their begin, `violations` what went wrong.
 
     Args:
@@ -80,6 +86,7 @@ class FakeEngine:
         step_s: float = 0.01,
         completions_url: str | None = None,
         feed: Feed | None = None,
+        loras: LoraInfo = LORAS,
     ) -> None:
         self._feed = feed
         self._script = FakeScript() if script is None else script
@@ -101,6 +108,7 @@ class FakeEngine:
         # Set when a hanging call is to be let go.
         self._released = asyncio.Event()
         self.requests = Scheduler(lambda: self._signature, step_s)
+        self.loras = FakeLoras(self.requests, loras)
 
     @property
     def info(self) -> EngineInfo:
@@ -243,10 +251,16 @@ class FakeEngine:
     # --- beyond the seam, for tests and simulations
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], num_tokens: int, on_token: Callable[[], None] | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        on_token: Callable[[], None] | None = None,
+        model: str | None = None,
     ) -> FakeRequest:
-        """Take a request, as its OpenAI route would."""
-        return self.requests.submit(request_id, prompt, num_tokens, on_token)
+        """Take a request, as its OpenAI route would; `model` may name an adapter. Raises UnknownModelError."""
+        adapter = None if model is None else self.loras.choose(model, self._info.model)
+        return self.requests.submit(request_id, prompt, num_tokens, on_token, adapter)
 
     @staticmethod
     def save(folder: Path, version: Version) -> None:
@@ -270,13 +284,16 @@ class FakeEngine:
         """Count a call; the step that is scripted for it."""
         if self._is_dead:
             raise _dead()
-        self.calls.append(verb)
+        if verb != "list_loras":  # a question, which nobody counts
+            self.calls.append(verb)
         self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
         return self._script.step(verb, self._num_calls[verb])
 
     async def _play(self, verb: str) -> None:
         """A call without bytes: latency, then what is scripted."""
-        step = self._note(verb)
+        await self._play_step(self._note(verb))
+
+    async def _play_step(self, step: Step) -> None:
         if step.latency_s:
             await asyncio.sleep(step.latency_s)
         if step.fault is not None:

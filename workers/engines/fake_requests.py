@@ -42,6 +42,8 @@ class FakeRequest:
     # Signature under which the prompt's blocks were computed; None: not computed, or flushed away.
     prefix: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    # The adapter that it names ("policy@7"), None for the base model.
+    adapter: str | None = None
 
 
 class Scheduler:
@@ -57,7 +59,8 @@ class Scheduler:
         self._step_s = step_s
         self.running: dict[str, FakeRequest] = {}
         self.waiting: dict[str, FakeRequest] = {}
-        self.cache: dict[tuple[int, ...], str] = {}
+        # By adapter and prompt: a prefix of one adapter is none of another's.
+        self.cache: dict[tuple[str | None, tuple[int, ...]], str] = {}
         self.is_paused = False
         # Paused in mode wait, with requests still to be finished.
         self._is_draining = False
@@ -66,12 +69,17 @@ class Scheduler:
         self._task: asyncio.Task[None] | None = None
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], num_tokens: int, on_token: Callable[[], None] | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        on_token: Callable[[], None] | None = None,
+        adapter: str | None = None,
     ) -> FakeRequest:
         """Take a request; it starts with the next step, or after resume."""
         if len(self.running) + len(self.waiting) >= MAX_REQUESTS:
             raise ValueError(f"the fake engine holds at most {MAX_REQUESTS} requests")
-        request = FakeRequest(request_id, tuple(prompt), num_tokens, on_token)
+        request = FakeRequest(request_id, tuple(prompt), num_tokens, on_token, adapter=adapter)
         queue = self.waiting if self.is_paused else self.running
         queue[request_id] = request
         self._wake()
@@ -117,6 +125,15 @@ class Scheduler:
         self._wake()
         return num_ended
 
+    def naming(self, adapter: str) -> list[FakeRequest]:
+        """The requests in flight that name this adapter."""
+        return [r for r in (*self.running.values(), *self.waiting.values()) if r.adapter == adapter]
+
+    def move(self, old: str, new: str) -> None:
+        """Let requests of one adapter go on with another; their prompts are computed again."""
+        for request in self.naming(old):
+            request.adapter, request.prefix = new, None
+
     async def aclose(self) -> None:
         """End all requests and the step loop. Idempotent. Cancel: all is ended; the loop's last turn isn't awaited."""
         self.abort(None)
@@ -150,11 +167,12 @@ class Scheduler:
                 self._change()
 
     def _generate(self, request: FakeRequest) -> None:
-        signature = self._signature()
+        signature = self._signature() if request.adapter is None else f"{self._signature()}+{request.adapter}"
         if request.prefix is None:
-            request.prefix = self.cache.get(request.prompt, signature)
+            key = (request.adapter, request.prompt)
+            request.prefix = self.cache.get(key, signature)
             if len(self.cache) < MAX_PREFIXES:
-                self.cache.setdefault(request.prompt, signature)
+                self.cache.setdefault(key, signature)
         position = len(request.tokens)
         seed = f"{request.prompt}|{request.prefix}|{signature}|{position}"
         request.tokens.append(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) % VOCAB_SIZE)

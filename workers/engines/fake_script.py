@@ -28,6 +28,8 @@ class Step:
     skips: bool = False
     # What the fault promises about the weights; None: the truth.
     claims_touched: bool | None = None
+    # Do what is asked for, and only then what is scripted: the outcome is not the answer.
+    does_it: bool = False
     # Don't let go when cancelled, for so many seconds.
     clings_s: float = 0.0
 

@@ -58,6 +58,8 @@ class LoraEngine(Protocol):
         `replaces` (only with `can_hot_swap`): takes the place of that revision, which is gone when this returns; its
         requests in flight go on with this one, their cached prefixes computed anew.
 
+        One that is loaded isn't loaded again; a draining one is taken back.
+
         Raises EngineError, or a refusal: `no_capacity`; `manifest_mismatch` (files that this model can't take). After
         a refusal, and after any failure that it can undo, what was there before still is. Cancel: it may be loaded or
         not; `list_loras` tells.
@@ -70,9 +72,9 @@ class LoraEngine(Protocol):
         """
         ...
 
-    async def unload_lora(self, name: str, revision: int) -> None:
-        """Let it go; requests in flight that name it are ended as by an abort, never continued with other weights. One
-        that isn't loaded is not an error.
+    async def unload_lora(self, name: str, revision: int) -> int | None:
+        """Let it go; requests in flight that name it are ended as by an abort, never continued with other weights: how
+        many those were, None if the engine can't say. One that isn't loaded is not an error.
 
         Cancel: it may be loaded or not; `list_loras` tells.
         """

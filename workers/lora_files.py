@@ -1,0 +1,196 @@
+"""A worker's own copies of adapter files: what the engine reads is what was checked, and nobody changes it afterwards.
+
+One folder per checksum. Source folders are read below the worker's adapter roots only, links followed; what comes is
+summed up while it is copied, and put in its place only when the checksum is right. Copies that no loaded adapter needs
+go, oldest first, when there is no room.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from rlbus.adapter import (
+    ADAPTER_FILES,
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    AdapterError,
+    AdapterHash,
+    adapter_sum,
+    copy_file,
+)
+from rlbus.bus import Bus
+from rlbus.errors import error_from_fault, refused
+from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
+from rlbus.transfer.bounded import run_in_thread
+from rlbus.workers.config import AgentConfig
+from rlbus.workers.preconditions import path_problem
+
+# Prefix of temporary folders; behind it the process that it belongs to.
+_PREFIX = "rlbus-loras-"
+# Begins the name of a copy that isn't complete.
+_PART = "part-"
+
+
+class LoraFiles:
+    """The copies of one worker. `bring` is called by one mutation at a time.
+
+    With a folder of the configuration they stay there; otherwise in a temporary one that goes with this object, or
+    with the process. What killed processes have left is removed when the first copy is made.
+    """
+
+    def __init__(self, config: AgentConfig, bus: Bus, before: "LoraFiles | None" = None) -> None:
+        self._config = config
+        self._bus = bus
+        # The folder of an agent that ended while its engine went on, with the object that it goes with.
+        self._before = before
+        self._folder: Path | None = None if before is None else before._folder
+
+    async def bring(self, source: LoraSource, checksum: str, in_use: frozenset[str]) -> Path:
+        """A folder with the files of `checksum`, from `source` unless they are here already. Those `in_use` stay.
+
+        Raises:
+            RefusedError: the source may not be read, is too large, or isn't what its checksum says. FaultError: it
+                can't be fetched.
+        Cancel: a copy may be completed in the background; it is found by the next call, or goes when room is needed.
+        """
+        if isinstance(source, FolderSource):
+            await run_in_thread(lambda: self._check(source), name="rlbus adapter roots")
+        elif self._config.fetch_object is None:
+            raise refused(FaultCode.WRONG_STATE, "this worker can't fetch objects; give it a folder", key=source.key)
+        folder = await run_in_thread(self._open, name="rlbus adapter cache")
+        place = folder / checksum
+        if await run_in_thread(place.is_dir, name="rlbus adapter cache"):
+            os.utime(place)
+            return place
+        if isinstance(source, FolderSource):
+            await run_in_thread(lambda: self._copy(source, checksum, place, in_use), name="rlbus adapter copy")
+        else:
+            await self._fetch(source, checksum, place, in_use)
+        return place
+
+    def _check(self, source: FolderSource) -> None:
+        """Links inside the folder may not lead out of the roots either."""
+        roots = self._config.lora_roots
+        for path in (source.path, *(os.path.join(source.path, name) for name in ADAPTER_FILES)):
+            problem = path_problem(path, roots, "adapter root", "RLBUS_LORA_ROOTS")
+            if problem is not None:
+                raise error_from_fault(problem)
+
+    def _open(self) -> Path:
+        if self._folder is None:
+            if self._config.lora_cache_dir is not None:
+                self._folder = Path(self._config.lora_cache_dir)
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            else:
+                _sweep(Path(tempfile.gettempdir()))
+                self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+                weakref.finalize(self, shutil.rmtree, self._folder, True)
+        return self._folder
+
+    def _copy(self, source: FolderSource, checksum: str, place: Path, in_use: frozenset[str]) -> None:
+        try:
+            sizes = [(Path(source.path) / name).stat().st_size for name in ADAPTER_FILES]
+        except OSError as exc:
+            message = f"{source.path} is no adapter: {exc.strerror or type(exc).__name__} ({exc.filename})"
+            raise refused(FaultCode.MANIFEST_MISMATCH, message, path=source.path) from exc
+        self._make_room(sum(sizes), in_use)
+        part = _new_part(place.parent)
+        hashes = AdapterHash()
+        try:
+            for name, size in zip(ADAPTER_FILES, sizes, strict=True):
+                limit = MAX_CONFIG_BYTES if name == CONFIG_FILE else size
+                with (part / name).open("xb") as to:
+                    hashes.add(name, *copy_file(Path(source.path) / name, to, limit))
+            _check_sum(hashes.result().checksum, checksum, source.path)
+            _put(part, place)
+        except AdapterError as exc:
+            raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    async def _fetch(self, source: ObjectSource, checksum: str, place: Path, in_use: frozenset[str]) -> None:
+        fetch = self._config.fetch_object
+        assert fetch is not None
+        part = await run_in_thread(lambda: self._prepare(source, place, in_use), name="rlbus adapter cache")
+        try:
+            await fetch(self._bus, source, part)
+            await run_in_thread(lambda: _check_fetched(part, place, checksum, source), name="rlbus adapter sums")
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _prepare(self, source: ObjectSource, place: Path, in_use: frozenset[str]) -> Path:
+        self._make_room(source.num_bytes, in_use)
+        return _new_part(place.parent)
+
+    def _make_room(self, num_bytes: int, in_use: frozenset[str]) -> None:
+        """Drop the copies that were used longest ago until `num_bytes` more fit."""
+        limit = self._config.lora_cache_bytes
+        if num_bytes > limit:
+            message = f"the adapter has {num_bytes} bytes, this worker keeps at most {limit} (lora_cache_bytes)"
+            raise refused(FaultCode.TOO_LARGE, message, size_bytes=num_bytes, limit_bytes=limit)
+        assert self._folder is not None
+        copies = [(p.stat().st_mtime, _size(p), p) for p in self._folder.iterdir() if p.is_dir()]
+        total = sum(size for _, size, _ in copies) + num_bytes
+        for _, size, path in sorted(copies):
+            if total <= limit:
+                return
+            if path.name not in in_use:
+                shutil.rmtree(path, ignore_errors=True)
+                total -= size
+
+
+def _new_part(folder: Path) -> Path:
+    part = folder / f"{_PART}{secrets.token_hex(8)}"
+    part.mkdir(mode=0o700)
+    return part
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _check_fetched(part: Path, place: Path, checksum: str, source: ObjectSource) -> None:
+    try:
+        found = adapter_sum(part)
+    except AdapterError as exc:
+        raise refused(FaultCode.MANIFEST_MISMATCH, f"object {source.key}: {exc.problem}", key=source.key) from exc
+    _check_sum(found.checksum, checksum, source.key)
+    _put(part, place)
+
+
+def _check_sum(found: str, expected: str, where: str) -> None:
+    if found != expected:
+        message = f"{where} isn't the adapter that was announced: its checksum is {found[:12]}, not {expected[:12]}"
+        raise refused(FaultCode.MANIFEST_MISMATCH, message, path=where, found=found, expected=expected)
+
+
+def _put(part: Path, place: Path) -> None:
+    """In one step; another process that shares the folder may have been first, with the same bytes."""
+    try:
+        part.rename(place)
+    except OSError:
+        if not place.is_dir():
+            raise
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes that were killed have left."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and path.stat().st_uid == os.getuid() and not _lives(int(pid)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,270 @@
+"""What a worker knows of its adapters, and which loads and unloads it refuses. Pure.
+
+Invariants: a name@revision that was ever loaded here stands for one checksum; an adapter that was asked for is in the
+state from before the engine is told, and stays, unsettled, until the engine's own list says what became of it; an
+answer of the engine that is older than the last change decides nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlbus.schemas import (
+    MAX_LORAS,
+    WHOLE,
+    Fault,
+    FaultCode,
+    LoadLora,
+    LorasData,
+    LoraState,
+    LorasView,
+    LoraView,
+    UnloadLora,
+    lora_id,
+)
+from rlbus.workers.checks import fault
+from rlbus.workers.engines.lora import LoraInfo, Resident
+from rlbus.workers.moves import (
+    DrainEnded,
+    LoraBegins,
+    LoraDrains,
+    LoraEvent,
+    LoraGone,
+    LoraRefused,
+    LorasSeen,
+    LoraUnsettled,
+    RunOwn,
+)
+from rlbus.workers.state import Adapter, AdapterGone, Running, WorkerState
+
+# Checksums of name@revision that are remembered; one a step, this is the history of a long run.
+MAX_KNOWN = 1024
+# Adapters in a heartbeat; all are in the answer to `list_loras`.
+MAX_STATUS_IDS = 64
+# What the agent gives the engine for the unload that ends a drain, in seconds.
+OWN_UNLOAD_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a load means: nothing (`is_done`), or these older revisions go, or give their place, for it."""
+
+    is_done: bool = False
+    replaces: int | None = None
+    evicts: tuple[int, ...] = ()
+
+
+# --- refusals
+
+
+def check_load(state: WorkerState, body: LoadLora) -> Fault | None:
+    """Why this adapter can't be loaded in this state, or None."""
+    name = lora_id(body.name, body.revision)
+    if problem := _open_update(state, f"loading {name}"):
+        return problem
+    if state.weights.state not in WHOLE:
+        message = (
+            f"weights are {state.weights.state.value}: no adapter is loaded onto them before an update or a reload"
+        )
+        return fault(FaultCode.DIRTY, message, state=state.weights.state.value, last_good=state.weights.last_good)
+    sums = (*state.known_sums, *((a.name, a.revision, a.checksum) for a in state.adapters))
+    known = next((s for n, r, s in sums if (n, r) == (body.name, body.revision)), body.checksum)
+    if known != body.checksum:
+        message = f"{name} stands for other bytes here (checksum {known[:12]}); publish them as a new revision"
+        return fault(FaultCode.REVISION_TAKEN, message, known=known, checksum=body.checksum)
+    return None
+
+
+def check_unload(state: WorkerState, body: UnloadLora) -> Fault | None:
+    """Why this adapter can't be unloaded in this state, or None."""
+    return _open_update(state, f"unloading {lora_id(body.name, body.revision)}")
+
+
+def _open_update(state: WorkerState, what: str) -> Fault | None:
+    if state.session is None:
+        return None
+    update = state.session.update_op_id
+    message = f"update {update} is open; commit or abort it before {what}"
+    return fault(FaultCode.BUSY, message, op_id=update, open=update, retryable=True)
+
+
+def plan_load(state: WorkerState, body: LoadLora, residents: Sequence[Resident]) -> LoadPlan | Fault:
+    """How to make room for an adapter among those that the engine has; a fault if there is none."""
+    assert state.lora_info is not None
+    info, own = state.lora_info, find(residents, body.name, body.revision)
+    if own is not None:
+        return LoadPlan(is_done=not own.is_draining)
+    same = [r for r in residents if r.name == body.name and r.revision is not None]
+    older = [r for r in _by_age(state, same) if r.revision is not None and r.revision < body.revision]
+    swappable = [r.revision for r in older if r.revision is not None and not r.is_draining]
+    if body.hot_swap and info.can_hot_swap and swappable:
+        return LoadPlan(replaces=max(swappable))
+    num_over = len(residents) + 1 - min(info.capacity, MAX_LORAS)
+    if num_over <= 0:
+        return LoadPlan()
+    idle = tuple(r.revision for r in older if r.revision is not None and r.num_in_flight == 0)
+    if body.evict_idle and len(idle) >= num_over:
+        return LoadPlan(evicts=idle[:num_over])
+    has = ", ".join(sorted(_text(r) for r in residents)[:MAX_STATUS_IDS])
+    why = "none of them is an idle older revision" if body.evict_idle else "unload one first, or allow evict_idle"
+    message = f"{lora_id(body.name, body.revision)} doesn't fit: all {info.capacity} places are taken ({has}); {why}"
+    return fault(FaultCode.NO_CAPACITY, message, capacity=info.capacity, loaded=has)
+
+
+def _by_age(state: WorkerState, residents: Sequence[Resident]) -> list[Resident]:
+    """In the order in which they were loaded; those that aren't ours first."""
+    order = {adapter.key: index for index, adapter in enumerate(state.adapters)}
+    return sorted(residents, key=lambda r: (order.get((r.name, r.revision or 0), -1), r.revision or 0))
+
+
+def find(residents: Sequence[Resident], name: str, revision: int) -> Resident | None:
+    """That adapter among those that the engine has."""
+    return next((r for r in residents if (r.name, r.revision) == (name, revision)), None)
+
+
+def adapter_of(body: LoadLora, replaces: int | None) -> Adapter:
+    """The adapter that a load is about, before the engine was told."""
+    return Adapter(body.name, body.revision, body.checksum, LoraState.UNSETTLED, hot_swap=replaces is not None)
+
+
+# --- events
+
+
+def lora_event(state: WorkerState, event: LoraEvent) -> tuple[WorkerState, tuple[RunOwn, ...]]:
+    """What an event about adapters makes of the state, and what is to be done."""
+    match event:
+        case LorasSeen():
+            return _seen(state, event), ()
+        case DrainEnded():
+            return _drain_ended(state, event)
+        case LoraBegins():
+            return _begins(state, event), ()
+        case LoraDrains():
+            return _changed(state, event.name, event.revision, LoraState.DRAINING, event.drain_s), ()
+        case LoraRefused():
+            return _refused(state, event.name, event.revision), ()
+        case LoraUnsettled():
+            return _changed(state, event.name, event.revision, LoraState.UNSETTLED, None), ()
+        case LoraGone():
+            key = (event.name, event.revision)
+            kept = tuple(a for a in state.adapters if a.key != key)
+            gone = AdapterGone(event.name, event.revision, event.num_aborted)
+            return replace(state, adapters=kept, adapter_gone=gone, lora_turn=state.lora_turn + 1), ()
+
+
+def _begins(state: WorkerState, event: LoraBegins) -> WorkerState:
+    adapter = event.adapter
+    before = next((a for a in state.adapters if a.key == adapter.key), adapter)
+    kept = tuple(a for a in state.adapters if a.key != adapter.key)
+    adapters = (*kept, replace(adapter, was_loaded=before.was_loaded))
+    return replace(state, adapters=adapters, lora_turn=state.lora_turn + 1)
+
+
+def _refused(state: WorkerState, name: str, revision: int) -> WorkerState:
+    """As before: one that was there still is, as the engine will say; one that was not isn't."""
+    kept = tuple(a for a in state.adapters if a.was_loaded or a.key != (name, revision))
+    return replace(state, adapters=kept, lora_turn=state.lora_turn + 1)
+
+
+def _changed(state: WorkerState, name: str, revision: int, to: LoraState, drain_s: float | None) -> WorkerState:
+    changed = tuple(replace(a, state=to, drain_s=drain_s) if a.key == (name, revision) else a for a in state.adapters)
+    return replace(state, adapters=changed, lora_turn=state.lora_turn + 1)
+
+
+def _seen(state: WorkerState, event: LorasSeen) -> WorkerState:
+    """The engine's list decides what is there; whether one drains, the engine says, too."""
+    if event.turn != state.lora_turn or (is_changing(state) and not event.is_own):
+        return state
+    seen: list[Adapter] = []
+    known = state.known_sums
+    for adapter in state.adapters:
+        resident = find(event.residents, *adapter.key)
+        if resident is None:
+            continue
+        is_draining = resident.is_draining
+        drain_s = (0.0 if adapter.drain_s is None else adapter.drain_s) if is_draining else None
+        to = LoraState.DRAINING if is_draining else LoraState.LOADED
+        seen.append(replace(adapter, state=to, was_loaded=True, drain_s=drain_s))
+        if not adapter.was_loaded and all(k[:2] != adapter.key for k in known):
+            known = (*known, (*adapter.key, adapter.checksum))[-MAX_KNOWN:]
+    adapters = tuple(seen)
+    return state if adapters == state.adapters else replace(state, adapters=adapters, known_sums=known)
+
+
+def is_changing(state: WorkerState) -> bool:
+    """Whether a load or unload is running: only what that one sees counts then."""
+    return state.running is not None and isinstance(state.running.body, LoadLora | UnloadLora)
+
+
+def _drain_ended(state: WorkerState, event: DrainEnded) -> tuple[WorkerState, tuple[RunOwn, ...]]:
+    body = UnloadLora(name=event.name, revision=event.revision, drain_s=0.0)
+    drains = any(a.key == (event.name, event.revision) and a.state is LoraState.DRAINING for a in state.adapters)
+    if state.running is not None or not drains or check_unload(state, body) is not None:
+        return state, ()  # it is looked at again
+    running = Running(event.op_id, body, since=event.now)
+    return replace(state, running=running), (RunOwn(event.op_id, body),)
+
+
+# --- what is said
+
+
+def views(state: WorkerState, residents: Sequence[Resident]) -> tuple[LoraView, ...]:
+    """Every adapter that the engine has, and those of which nobody knows yet, in the order of their names."""
+    ours = {adapter.key: adapter for adapter in state.adapters}
+    found: list[LoraView] = []
+    for resident in residents:
+        adapter = None if resident.revision is None else ours.get((resident.name, resident.revision))
+        found.append(
+            LoraView(
+                name=resident.name,
+                state=LoraState.DRAINING if resident.is_draining else LoraState.LOADED,
+                revision=resident.revision,
+                checksum=None if adapter is None else adapter.checksum,
+                num_in_flight=resident.num_in_flight,
+            )
+        )
+    for adapter in state.adapters:
+        if adapter.state is LoraState.UNSETTLED and find(residents, *adapter.key) is None:
+            found.append(
+                LoraView(name=adapter.name, state=adapter.state, revision=adapter.revision, checksum=adapter.checksum)
+            )
+    found.sort(key=lambda v: (v.name, v.revision or 0))
+    return tuple(found[:MAX_LORAS])
+
+
+def loras_data(
+    state: WorkerState,
+    residents: Sequence[Resident],
+    *,
+    hot_swap: bool = False,
+    evicted: Sequence[str] = (),
+    num_aborted: int = 0,
+    cause: Fault | None = None,
+) -> LorasData:
+    """The answer to a command about adapters."""
+    assert state.lora_info is not None
+    return LorasData(
+        loras=views(state, residents),
+        capacity=state.lora_info.capacity,
+        hot_swap=hot_swap,
+        evicted=tuple(evicted),
+        num_aborted=num_aborted,
+        cause=cause,
+    )
+
+
+def summary(info: LoraInfo | None, residents: Sequence[Resident] | None) -> LorasView | None:
+    """What a heartbeat says of the adapters; None: the engine takes none, or hasn't said."""
+    if info is None or residents is None:
+        return None
+    ids = sorted(_text(r) for r in residents if not r.is_draining)
+    return LorasView(
+        ids=tuple(ids[:MAX_STATUS_IDS]),
+        capacity=info.capacity,
+        num_draining=sum(r.is_draining for r in residents),
+        can_drain=info.can_drain,
+        can_hot_swap=info.can_hot_swap,
+    )
+
+
+def _text(resident: Resident) -> str:
+    return resident.name if resident.revision is None else lora_id(resident.name, resident.revision)
