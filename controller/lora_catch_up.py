@@ -39,6 +39,8 @@ from rlbus.schemas import (
 
 _log = logging.getLogger("rlbus.controller")
 
+# Adapters that a worker's status names at most; beyond it only its own list tells. Source: rlbus.workers.loras.
+MAX_STATUS_IDS = 64
 # (worker, its boot, id of the adapter).
 Lack = tuple[WorkerId, str, str]
 
@@ -61,7 +63,8 @@ def lacks(lora: FleetLora, member: Member, registry: Registry) -> bool:
         return False
     if loras is None or "load_lora" not in member.descriptor.routes or member.liveness is not Liveness.ALIVE:
         return False
-    return lora_id(lora.name, lora.revision) not in loras.ids and registry.refusal(member) is None
+    is_named = lora_id(lora.name, lora.revision) in loras.ids or len(loras.ids) >= MAX_STATUS_IDS
+    return not is_named and registry.refusal(member) is None
 
 
 def failed(attempt: Attempt, why: str, now_s: float) -> Attempt:
