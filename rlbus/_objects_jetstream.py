@@ -79,7 +79,7 @@ class JetStreamObjects:
         return info
 
     async def get(self, name: str) -> AsyncGenerator[bytes, None]:
-        """See `Objects.get`."""
+        """See `Objects.get`. Cancel: leaves nothing."""
         info = await self.look(name)
         if info is None:
             raise MissingError(f"object {name}", "it isn't in the bus's store (any more)")

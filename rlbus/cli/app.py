@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlbus.cli import fleet, run
+from rlbus.cli import fleet, lora, run
 from rlbus.cli.output import EXIT_CODES
 
 _EPILOG = "Exit codes: " + "; ".join(f"{int(code)} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
@@ -34,6 +34,7 @@ app.command()(fleet.resume)
 app.command()(fleet.flush)
 app.command()(fleet.abort)
 app.command()(fleet.update)
+app.add_typer(lora.app, name="lora")
 app.command()(fleet.cancel)
 
 

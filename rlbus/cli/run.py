@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
@@ -105,6 +106,7 @@ def up(
     store_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where JetStream keeps its data. [default: temporary]")
     ] = None,
+    frontend_url: FrontendUrl = None,
     namespace: Namespace = None,
     json: Json = False,
 ) -> None:
@@ -117,10 +119,12 @@ def up(
 
     async def serve() -> ExitCode:
         from rlbus.controller.app import serve as serve_controller
+        from rlbus.controller.service import Settings
         from rlbus.server import EmbeddedServer
 
         name = namespace or os.environ.get("RLBUS_NAMESPACE") or DEFAULT_NAMESPACE
         secret = token or os.environ.get("RLBUS_TOKEN") or None
+        settings = Settings(frontend=frontend_of(frontend_url))
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
             config = BusConfig(url=server.url, namespace=name)
 
@@ -139,7 +143,8 @@ def up(
                 out.line("  rlbus worker fake        # or: rlbus worker torch DIR, rlbus worker vllm MODEL")
                 out.line("  rlbus status\n\nCtrl-C ends it.")
 
-            return await supervised(serve_controller(config, on_ready=on_ready), server, out)
+            serving = serve_controller(config, settings=settings, on_ready=on_ready)
+            return await supervised(serving, server, out)
 
     run_command(out, lambda: until_stopped(serve()))
 
@@ -151,6 +156,7 @@ def controller(
         bool,
         typer.Option("--single", help="Without lease and journal, for a server without JetStream. Start only one."),
     ] = False,
+    frontend_url: FrontendUrl = None,
     json: Json = False,
 ) -> None:
     """Run the controller of a namespace.
@@ -164,6 +170,7 @@ def controller(
     async def serve() -> None:
         config = BusConfig.from_env(url=url, namespace=namespace)
         from rlbus.controller.app import serve as serve_controller
+        from rlbus.controller.service import Settings
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
@@ -174,6 +181,7 @@ def controller(
 
         await serve_controller(
             config,
+            settings=Settings(frontend=frontend_of(frontend_url)),
             on_ready=lambda _: tell("leader", "is up"),
             on_standby=lambda lease: tell("standby", f"stands by for {lease.name}"),
             is_single=single,
