@@ -5,6 +5,7 @@ summed up while it is copied, and put in its place only when the checksum is rig
 go, oldest first, when there is no room.
 """
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -25,8 +26,7 @@ from rlbus.adapter import (
 from rlbus.bus import Bus
 from rlbus.errors import error_from_fault, refused
 from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
-from rlbus.transfer.bounded import run_in_thread
-from rlbus.workers.config import AgentConfig
+from rlbus.workers.config import AgentConfig, FetchObject
 from rlbus.workers.preconditions import path_problem
 
 # Prefix of temporary folders; behind it the process that it belongs to.
@@ -58,18 +58,19 @@ class LoraFiles:
         Cancel: a copy may be completed in the background; it is found by the next call, or goes when room is needed.
         """
         if isinstance(source, FolderSource):
-            await run_in_thread(lambda: self._check(source), name="rlbus adapter roots")
-        elif self._config.fetch_object is None:
+            return await asyncio.to_thread(self._copied, source, checksum, in_use)
+        if self._config.fetch_object is None:
             raise refused(FaultCode.WRONG_STATE, "this worker can't fetch objects; give it a folder", key=source.key)
-        folder = await run_in_thread(self._open, name="rlbus adapter cache")
-        place = folder / checksum
-        if await run_in_thread(place.is_dir, name="rlbus adapter cache"):
-            os.utime(place)
-            return place
-        if isinstance(source, FolderSource):
-            await run_in_thread(lambda: self._copy(source, checksum, place, in_use), name="rlbus adapter copy")
-        else:
-            await self._fetch(source, checksum, place, in_use)
+        place = await asyncio.to_thread(self._place, checksum)
+        if not await asyncio.to_thread(_is_there, place):
+            await self._fetch(self._config.fetch_object, source, checksum, place, in_use)
+        return place
+
+    def _copied(self, source: FolderSource, checksum: str, in_use: frozenset[str]) -> Path:
+        self._check(source)
+        place = self._place(checksum)
+        if not _is_there(place):
+            self._copy(source, checksum, place, in_use)
         return place
 
     def _check(self, source: FolderSource) -> None:
@@ -80,7 +81,7 @@ class LoraFiles:
             if problem is not None:
                 raise error_from_fault(problem)
 
-    def _open(self) -> Path:
+    def _place(self, checksum: str) -> Path:
         if self._folder is None:
             if self._config.lora_cache_dir is not None:
                 self._folder = Path(self._config.lora_cache_dir)
@@ -89,7 +90,7 @@ class LoraFiles:
                 _sweep(Path(tempfile.gettempdir()))
                 self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
                 weakref.finalize(self, shutil.rmtree, self._folder, True)
-        return self._folder
+        return self._folder / checksum
 
     def _copy(self, source: FolderSource, checksum: str, place: Path, in_use: frozenset[str]) -> None:
         try:
@@ -112,13 +113,13 @@ class LoraFiles:
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
-    async def _fetch(self, source: ObjectSource, checksum: str, place: Path, in_use: frozenset[str]) -> None:
-        fetch = self._config.fetch_object
-        assert fetch is not None
-        part = await run_in_thread(lambda: self._prepare(source, place, in_use), name="rlbus adapter cache")
+    async def _fetch(
+        self, fetch: FetchObject, source: ObjectSource, checksum: str, place: Path, in_use: frozenset[str]
+    ) -> None:
+        part = await asyncio.to_thread(self._prepare, source, place, in_use)
         try:
             await fetch(self._bus, source, part)
-            await run_in_thread(lambda: _check_fetched(part, place, checksum, source), name="rlbus adapter sums")
+            await asyncio.to_thread(_check_fetched, part, place, checksum, source)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -141,6 +142,14 @@ class LoraFiles:
             if path.name not in in_use:
                 shutil.rmtree(path, ignore_errors=True)
                 total -= size
+
+
+def _is_there(place: Path) -> bool:
+    """Whether a copy is there; then it was used just now."""
+    if not place.is_dir():
+        return False
+    os.utime(place)
+    return True
 
 
 def _new_part(folder: Path) -> Path:

@@ -108,7 +108,7 @@ class LoraWatch:
         if self._engine is None:
             return
         while True:
-            if not self._draining():
+            while not self._draining():
                 self._since_s.clear()
                 self._next_s.clear()
                 self._changed.clear()
@@ -127,7 +127,11 @@ class LoraWatch:
             return
         now_s = asyncio.get_running_loop().time()
         for key, limit_s in self._draining().items():
-            since_s = self._since_s.setdefault(key, now_s)
+            if key not in self._since_s:
+                # Whoever asked for it may ask again first.
+                self._since_s[key] = now_s
+                continue
+            since_s = self._since_s[key]
             resident = find(residents, *key)
             is_idle = resident is not None and resident.num_in_flight == 0
             is_due = is_idle or now_s - since_s >= limit_s

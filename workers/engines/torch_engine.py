@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault
 from rlbus.schemas import (
+    MAX_LORAS,
     ChecksumsData,
     Fault,
     FaultCode,
@@ -33,11 +34,13 @@ from rlbus.transfer.bounded import run_in_thread
 from rlbus.transfer.group import JOIN_GRACE_S
 from rlbus.transfer.manifest import num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.torch_loras import ROUTES as LORA_ROUTES
+from rlbus.workers.engines.torch_loras import TorchLoras
 from rlbus.workers.engines.torch_rank import ChildRank, OwnRank
 from rlbus.workers.engines.torch_ranks import Ranks, Slowest, Standing, agreed, check_equal, first_bad
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.torch_lm.completions import find_tokenizer
-from rlbus.workers.torch_lm.generate import Finished
+from rlbus.workers.torch_lm.generate import MAX_ADAPTERS, Finished
 from rlbus.workers.torch_lm.generate import Generation as Generator
 from rlbus.workers.torch_lm.model import load_model
 from rlbus.workers.torch_lm.rank import Rank, Seat
@@ -53,6 +56,7 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
         "update_weights_from_disk",
         "get_weight_checksums",
+        *LORA_ROUTES,
     }
 )
 # The label of weights that an update has touched and not finished.
@@ -70,13 +74,14 @@ class _Session:
     is_complete: bool = False
 
 
-class TorchEngine:
+class TorchEngine(TorchLoras):
     """See the module and `Engine`. Generates with one torch thread.
 
     Args:
         model_path: a folder with config.json, safetensors and, for prompts as text, tokenizer.json.
         num_ranks: the world size.
         host, port: where `/v1/completions` is served; port 0 takes a free one.
+        max_loras: how many adapters may be loaded at once.
         roots: folders below which `load_weights` may read; empty means the folder that `model_path` lies in.
     """
 
@@ -88,9 +93,13 @@ class TorchEngine:
         host: str = "127.0.0.1",
         port: int = 0,
         roots: Sequence[Path | str] = (),
+        max_loras: int = MAX_ADAPTERS,
     ) -> None:
         if num_ranks < 1:
             raise ConfigError("num_ranks", num_ranks, "use 1 or more")
+        if not 1 <= max_loras <= MAX_LORAS:
+            raise ConfigError("max_loras", max_loras, f"use 1 to {MAX_LORAS}")
+        self._max_loras = max_loras
         self._path = Path(model_path)
         self._num_ranks = num_ranks
         self._roots = tuple(Path(root).resolve() for root in roots) or (self._path.resolve().parent,)
@@ -123,7 +132,8 @@ class TorchEngine:
             children.append(await ChildRank.start(f"rank {number}", str(self._path)))
             self._ranks.all.append(children[-1])
         model = await run_in_thread(lambda: load_model(self._path), name="rlbus load")
-        self._generator = Generator(model)
+        self._generator = Generator(model, max_adapters=self._max_loras)
+        self._projections = model.projections
         self._rank = Rank(model, on_touch=lambda: self._generating.relabel(TORN))
         self._ranks.all.insert(0, OwnRank(self._rank))
         self._generator.start()
@@ -157,9 +167,12 @@ class TorchEngine:
         *,
         request_id: str | None = None,
         on_token: Callable[[], None] | None = None,
+        adapter: str | None = None,
     ) -> Finished:
         """What the completions route does, for those who embed the engine. See `Generation.generate`."""
-        return await self._generating.generate(prompt, sampling, request_id=request_id, on_token=on_token)
+        return await self._generating.generate(
+            prompt, sampling, request_id=request_id, on_token=on_token, adapter=adapter
+        )
 
     # --- requests
 

@@ -17,6 +17,8 @@ import torch
 from rlbus.errors import ClosedError, EngineDeadError, RLBusError
 from rlbus.schemas import Fault, FaultCode, PausedData, PauseMode
 from rlbus.transfer.bounded import run_in_thread
+from rlbus.workers.torch_lm.adapter import Adapter, LoraBatch
+from rlbus.workers.torch_lm.adapters import AdapterTable, Loaded
 from rlbus.workers.torch_lm.model import CausalLM
 from rlbus.workers.torch_lm.prefixes import PrefixCache
 from rlbus.workers.torch_lm.sampling import Chosen, Sampling, choose, new_generator
@@ -26,6 +28,8 @@ _log = logging.getLogger("rlbus.workers")
 
 # How long `close` waits for the step that runs.
 CLOSE_S = 5.0
+# Adapters that a model has beside it at most, unless it is told otherwise.
+MAX_ADAPTERS = 8
 # How often one who waits for a step boundary looks whether the thread still lives.
 _WATCH_S = 0.5
 
@@ -39,6 +43,10 @@ class RequestError(RLBusError):
 
     def __str__(self) -> str:
         return self.problem
+
+
+class UnknownModelError(RequestError):
+    """There is no adapter of that name, or it takes no new requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +78,10 @@ class Generation:
 
     Args:
         version: label of the weights as they are; None as long as nobody named them.
+        max_adapters: how many may be loaded at once.
     """
 
-    def __init__(self, model: CausalLM, *, version: str | None = None) -> None:
+    def __init__(self, model: CausalLM, *, version: str | None = None, max_adapters: int = MAX_ADAPTERS) -> None:
         self._model = model
         self._version = version
         # New with every change of the weights, see `prefixes`.
@@ -81,6 +90,9 @@ class Generation:
         self._rows: dict[Request, _Row] = {}
         self._pool = model.new_pool(MAX_RUNNING)
         self._prefixes = PrefixCache()
+        self._adapters = AdapterTable(max_adapters)
+        # What waits for a step boundary, in order.
+        self._changes: list[Callable[[], None]] = []
         self._is_flush_wanted = False
         self._is_closed = False
         self._ids = itertools.count(1)
@@ -143,10 +155,13 @@ class Generation:
         *,
         request_id: str | None = None,
         on_token: Callable[[], None] | None = None,
+        adapter: str | None = None,
     ) -> Finished:
-        """Generate until its end, also across pauses. `on_token` is called on this loop for each token.
+        """Generate until its end, also across pauses. `on_token` is called on this loop for each token. `adapter` is
+        the model name of one, None for the base model.
 
         Raises:
+            UnknownModelError: no such adapter.
             RequestError: the prompt is empty, too long or has unknown tokens; too many requests; the id is taken.
             ClosedError: the engine is closed.
         Cancel: the request is aborted.
@@ -171,7 +186,7 @@ class Generation:
 
         name = f"cmpl-{next(self._ids)}" if request_id is None else request_id
         request = Request(name, tuple(prompt), sampling, on_change)
-        self._submit(request)
+        self._submit(request, adapter)
         try:
             await ended
         finally:
@@ -196,10 +211,14 @@ class Generation:
         if sampling.num_top > config.vocab_size:
             raise RequestError(f"logprobs {sampling.num_top} is more than the vocabulary of {config.vocab_size}")
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, adapter: str | None) -> None:
         with self._changed:
             if self._is_closed:
                 raise ClosedError("the engine")
+            if adapter is not None:
+                request.adapter = self._adapters.find(adapter)
+                if request.adapter is None:
+                    raise UnknownModelError(f"the model {adapter!r} does not exist")
             if not self._schedule.submit(request):
                 raise RequestError(f"request id {request.request_id!r} is taken, or over {MAX_REQUESTS} are held")
             self._changed.notify_all()
@@ -211,6 +230,72 @@ class Generation:
             self._changed.notify_all()
         _tell(ended)
         return len(ended)
+
+    # --- adapters
+
+    @property
+    def adapters(self) -> AdapterTable:
+        """To look at; changed by the methods below only."""
+        return self._adapters
+
+    def adapter_counts(self) -> tuple[tuple[Loaded, int], ...]:
+        """Every adapter, and how many requests in flight name it."""
+        with self._changed:
+            return tuple((loaded, len(self._schedule.naming(loaded))) for loaded in self._adapters.all)
+
+    def drain_adapter(self, name: str, revision: int, is_draining: bool) -> bool:
+        """Take no new requests for it, or take them again; whether it is there."""
+        with self._changed:
+            loaded = self._adapters.get(name, revision)
+            if loaded is not None:
+                loaded.is_draining = is_draining
+            return loaded is not None
+
+    async def add_adapter(self, name: str, revision: int, adapter: Adapter, replaces: int | None) -> None:
+        """Let requests name it; in the place of revision `replaces`, whose requests go on with it, computed anew.
+
+        Raises: EngineDeadError. Cancel: it is done at the next boundary.
+        """
+
+        def change() -> None:
+            loaded = self._adapters.add(name, revision, adapter)
+            old = None if replaces is None else self._adapters.get(name, replaces)
+            if old is None:
+                return
+            self._adapters.remove(old)
+            for request in self._schedule.naming(old):
+                request.adapter = loaded
+                if request in self._rows:
+                    self._rows[request].num_computed = 0
+
+        await self._change(change)
+
+    async def remove_adapter(self, name: str, revision: int) -> int:
+        """Let it go, and abort its requests; how many. Raises: EngineDeadError. Cancel: done at the next boundary."""
+        ended: list[Request] = []
+
+        def change() -> None:
+            loaded = self._adapters.get(name, revision)
+            if loaded is not None:
+                self._adapters.remove(loaded)
+                ended.extend(self._schedule.abort([r.request_id for r in self._schedule.naming(loaded)]))
+
+        await self._change(change)
+        _tell(ended)
+        return len(ended)
+
+    async def _change(self, change: Callable[[], None]) -> None:
+        """Make it between two steps."""
+        with self._changed:
+            self._changes.append(change)
+            if not self._schedule.is_in_step:
+                self._make_changes()
+        await self._at_boundary(lambda: change not in self._changes)
+
+    def _make_changes(self) -> None:
+        for change in self._changes:
+            change()
+        self._changes.clear()
 
     # --- verbs that wait for a step boundary
 
@@ -285,6 +370,7 @@ class Generation:
                 self._schedule.end_step()
                 if self._is_flush_wanted:
                     self._flush()
+                self._make_changes()
                 self._changed.notify_all()
             _tell(due)
 
@@ -314,7 +400,8 @@ class Generation:
             rows = [self._rows[request] for request in batch]
             tokens = torch.tensor([[request.chosen[-1].token] for request in batch])
             positions = torch.tensor([[row.num_computed] for row in rows])
-            out = self._model.step(tokens, positions, torch.tensor([row.slot for row in rows]), self._pool)
+            lora = LoraBatch.of([None if r.adapter is None else r.adapter.adapter for r in batch])
+            out = self._model.step(tokens, positions, torch.tensor([row.slot for row in rows]), self._pool, lora)
             for request, row, line in zip(batch, rows, out, strict=True):
                 row.num_computed += 1
                 logits[request] = line
@@ -330,12 +417,15 @@ class Generation:
     def _prefill(self, request: Request, row: _Row, weights: int) -> torch.Tensor:
         """Compute a whole text but for what the prefix cache has of it."""
         text = [*request.prompt, *request.tokens]
-        start = self._prefixes.load(weights, text, self._pool, row.slot)
+        adapter = request.adapter
+        key = (weights, 0 if adapter is None else adapter.number)
+        lora = None if adapter is None else LoraBatch.of([adapter.adapter])
+        start = self._prefixes.load(key, text, self._pool, row.slot)
         tokens = torch.tensor([text[start:]])
         positions = torch.arange(start, len(text))[None]
-        out = self._model.step(tokens, positions, torch.tensor([row.slot]), self._pool)
+        out = self._model.step(tokens, positions, torch.tensor([row.slot]), self._pool, lora)
         row.num_computed = len(text)
-        self._prefixes.keep(weights, request.prompt, self._pool, row.slot)
+        self._prefixes.keep(key, request.prompt, self._pool, row.slot)
         return out[0]
 
 

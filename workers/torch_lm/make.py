@@ -1,14 +1,20 @@
 """Makes a tiny random Qwen3 on the spot: a folder that torch, transformers and vLLM load alike. No hub, no download."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE
 
 # The scale of Qwen3's own initialisation (initializer_range).
 INIT_STD = 0.02
+# Of both halves of an adapter: enough to change the tokens of a model of that scale.
+ADAPTER_STD = 0.2
+MODEL_FILE = "model.safetensors"
 # Three special tokens and 256 bytes; a smaller vocabulary gets no tokenizer.
 MIN_TOKENIZED_VOCAB = 259
 
@@ -58,7 +64,7 @@ def make_tiny_model(
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
-    save_file(_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(config, seed), folder / MODEL_FILE, metadata={"format": "pt"})
     _write_tokenizer(folder, vocab_size, max_positions)
     return folder
 
@@ -122,3 +128,50 @@ def _write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> None:
             }
         )
     )
+
+
+def make_tiny_adapter(folder: Path | str, model: Path | str, *, seed: int, rank: int = 4, alpha: int = 8) -> Path:
+    """Write a random LoRA adapter for a model of `make_tiny_model`, on all of its projections, as PEFT would: one that
+    changes what is generated, since its B isn't zero. Returns the folder.
+    """
+    from rlbus.workers.torch_lm.model import CausalLM, ModelConfig
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        projections = CausalLM(ModelConfig.read(Path(model))).projections
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, (num_out, num_in) in projections.items():
+        for half, shape in (("lora_A", (rank, num_in)), ("lora_B", (num_out, rank))):
+            tensors[f"base_model.model.{key}.{half}.weight"] = ADAPTER_STD * torch.randn(shape, generator=generator)
+    save_file(tensors, folder / WEIGHTS_FILE)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({key.rpartition(".")[2] for key in projections}),
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def merge_tiny_adapter(folder: Path | str, model: Path | str, adapter: Path | str) -> Path:
+    """Write what a model of `make_tiny_model` is together with an adapter of `make_tiny_adapter`: W + alpha / r * B @ A
+    for each projection. Returns the folder.
+    """
+    folder, model, adapter = Path(folder), Path(model), Path(adapter)
+    shutil.copytree(model, folder)
+    config = json.loads((adapter / CONFIG_FILE).read_text())
+    weights, parts = load_file(model / MODEL_FILE), load_file(adapter / WEIGHTS_FILE)
+    for name, a in parts.items():
+        key, _, half = name.removeprefix("base_model.model.").rpartition(".lora_")
+        if half == "A.weight":
+            b = parts[name.replace(".lora_A.", ".lora_B.")]
+            weights[f"{key}.weight"] += config["lora_alpha"] / config["r"] * (b @ a)
+    save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
+    return folder

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlbus.errors import ConfigError
+from rlbus.workers.torch_lm.adapter import LoraBatch
 from rlbus.workers.torch_lm.checkpoint import read_tensors, specs_of
 from rlbus.workers.torch_lm.kv import KVPool
 
@@ -118,6 +119,19 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class Projection(nn.Linear):
+    """A linear layer without a bias that adapters may add to. `key` is its name in the model, once it is in one."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out, bias=False)
+        self.key = ""
+
+    def forward(self, x: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """[batch, length, in] to [batch, length, out]."""
+        out = functional.linear(x, self.weight)
+        return out if lora is None else lora.add(self.key, x, out)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with normed queries and keys, and rotary positions."""
 
@@ -126,25 +140,26 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden, q, bias=False)
-        self.k_proj = nn.Linear(config.hidden, kv, bias=False)
-        self.v_proj = nn.Linear(config.hidden, kv, bias=False)
-        self.o_proj = nn.Linear(q, config.hidden, bias=False)
+        self.q_proj = Projection(config.hidden, q)
+        self.k_proj = Projection(config.hidden, kv)
+        self.v_proj = Projection(config.hidden, kv)
+        self.o_proj = Projection(q, config.hidden)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: "Cached | None") -> Tensor:
         """[batch, length, hidden] to the same; without a cache causal over the length itself."""
         batch, length, _ = x.shape
-        q = _rotate(self.q_norm(self.q_proj(x).view(batch, length, -1, self.head_dim)).transpose(1, 2), turn)
-        k = _rotate(self.k_norm(self.k_proj(x).view(batch, length, -1, self.head_dim)).transpose(1, 2), turn)
-        v = self.v_proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        lora = None if cache is None else cache.lora
+        q = _rotate(self.q_norm(self.q_proj(x, lora).view(batch, length, -1, self.head_dim)).transpose(1, 2), turn)
+        k = _rotate(self.k_norm(self.k_proj(x, lora).view(batch, length, -1, self.head_dim)).transpose(1, 2), turn)
+        v = self.v_proj(x, lora).view(batch, length, -1, self.head_dim).transpose(1, 2)
         mask = None
         if cache is not None:
             k, v = cache.pool.extend(self.layer, cache.slots, cache.positions, k, v)
             mask = cache.mask
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1), lora)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -152,13 +167,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.inner, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.inner, bias=False)
-        self.down_proj = nn.Linear(config.inner, config.hidden, bias=False)
+        self.gate_proj = Projection(config.hidden, config.inner)
+        self.up_proj = Projection(config.hidden, config.inner)
+        self.down_proj = Projection(config.inner, config.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         """[..., hidden] to the same."""
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(functional.silu(self.gate_proj(x, lora)) * self.up_proj(x, lora), lora)  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -174,7 +189,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: "Cached | None") -> Tensor:
         """[batch, length, hidden] to the same."""
         x = x + self.self_attn(self.input_layernorm(x), turn, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        lora = None if cache is None else cache.lora
+        return x + self.mlp(self.post_attention_layernorm(x), lora)  # type: ignore[no-any-return]
 
 
 class Backbone(nn.Module):
@@ -191,13 +207,15 @@ class Backbone(nn.Module):
 class Cached:
     """Where a batch's keys and values are kept: one slot per row, `positions` [batch, length] of the new tokens.
 
-    `mask` [batch, 1, length, seen] says which of the cached positions each new token sees.
+    `mask` [batch, 1, length, seen] says which of the cached positions each new token sees; `lora` which rows have an
+    adapter.
     """
 
     pool: KVPool
     slots: Tensor
     positions: Tensor
     mask: Tensor
+    lora: LoraBatch | None = None
 
 
 class CausalLM(nn.Module):
@@ -209,6 +227,15 @@ class CausalLM(nn.Module):
         self.model = Backbone(config)
         if not config.is_head_tied:
             self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        for key, module in self.named_modules():
+            if isinstance(module, Projection):
+                module.key = key
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """What adapters may add to: (out, in) sizes by name."""
+        found = {key: module for key, module in self.named_modules() if isinstance(module, Projection)}
+        return {key: (module.out_features, module.in_features) for key, module in found.items()}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Next-token logits [batch, length, vocab] for token ids int64 [batch, length]; with gradient, no cache."""
@@ -216,14 +243,16 @@ class CausalLM(nn.Module):
         return self._head(self._hidden(tokens, positions, None))
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> Tensor:
+    def step(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, pool: KVPool, lora: LoraBatch | None = None
+    ) -> Tensor:
         """Next-token logits [batch, vocab] after the last of `tokens` [batch, length], which stand at `positions` of
-        the texts whose earlier part is in `slots` of the pool; theirs is added to it.
+        the texts whose earlier part is in `slots` of the pool; theirs is added to it. `lora`: the rows' adapters.
         """
         seen = int(positions.max()) + 1
         pool.reserve(seen)
         mask = torch.arange(seen, device=tokens.device) <= positions[:, None, :, None]
-        x = self._hidden(tokens, positions[:, None], Cached(pool, slots, positions, mask))
+        x = self._hidden(tokens, positions[:, None], Cached(pool, slots, positions, mask, lora))
         return self._head(x[:, -1])
 
     def new_pool(self, max_slots: int) -> KVPool:

@@ -1,7 +1,8 @@
 """Keys and values of prompts that were computed before, for prompts that begin alike.
 
-Kept in blocks of BLOCK_TOKENS, each under the weights that computed it and all tokens up to its end. `weights` is the
-number that a change of weights makes new (also back to an earlier version), so an entry can't serve other weights.
+Kept in blocks of BLOCK_TOKENS, each under the weights that computed it and all tokens up to its end. `weights` is what
+a change of weights makes new (also back to an earlier version), the base model's or the adapter's, so an entry can't
+serve other weights.
 """
 
 from collections import OrderedDict
@@ -15,7 +16,9 @@ BLOCK_TOKENS = 16
 # Blocks that are kept at most; the least recently used go first.
 MAX_BLOCKS = 1024
 
-Key = tuple[int, tuple[int, ...]]
+# Of the base model alone, or with the number of an adapter.
+Weights = int | tuple[int, int]
+Key = tuple[Weights, tuple[int, ...]]
 
 
 class PrefixCache:
@@ -30,7 +33,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def load(self, weights: int, tokens: Sequence[int], pool: KVPool, slot: int) -> int:
+    def load(self, weights: Weights, tokens: Sequence[int], pool: KVPool, slot: int) -> int:
         """Put into `slot` what is known of the beginning of `tokens`; how many tokens. Never all of them, since the
         last one's output is needed.
         """
@@ -47,7 +50,7 @@ class PrefixCache:
         self.num_hit_tokens += start
         return start
 
-    def keep(self, weights: int, tokens: Sequence[int], pool: KVPool, slot: int) -> None:
+    def keep(self, weights: Weights, tokens: Sequence[int], pool: KVPool, slot: int) -> None:
         """Keep the whole blocks of `tokens`, which `slot` holds, as computed by `weights` alone."""
         for stop in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
             key = (weights, tuple(tokens[:stop]))

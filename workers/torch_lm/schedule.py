@@ -1,4 +1,4 @@
-"""Which requests run, wait, or have ended, and what a pause means for them. Pure: no thread, no model, no torch.
+"""Which requests run, wait, or have ended, and what a pause means for them. Pure: no thread, no model.
 
 Whoever steps asks `begin_step` which requests are due, computes, and says `end_step`; the boundaries between steps
 are where pauses, aborts and flushes take effect.
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlbus.schemas import PausedData, PauseMode
+from rlbus.workers.torch_lm.adapters import Loaded
 from rlbus.workers.torch_lm.sampling import Chosen, Sampling
 
 # Requests that run at the same time; the others wait for a place.
@@ -37,6 +38,8 @@ class Request:
     chosen: list[Chosen] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish: str | None = None
+    # What it is generated with beside the model; None: nothing.
+    adapter: Loaded | None = None
     # When it came, in order; a wait-pause lets finish what came before it.
     number: int = 0
 
@@ -149,6 +152,10 @@ class Schedule:
             self.end(request, "abort")
         self._settle()
         return ended
+
+    def naming(self, adapter: Loaded) -> list[Request]:
+        """The requests in flight that are generated with this adapter."""
+        return [r for r in (*self.running.values(), *self.waiting.values()) if r.adapter is adapter]
 
     def paused_data(self, num_aborted: int) -> PausedData:
         """What a pause answers."""

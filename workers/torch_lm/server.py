@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from rlbus.errors import ClosedError, ConfigError, DeadlineError, EngineDeadError
 from rlbus.workers.torch_lm.completions import BadRequestError, Body, Tokenizer, choice, parse
-from rlbus.workers.torch_lm.generate import Finished, Generation, RequestError
+from rlbus.workers.torch_lm.generate import Finished, Generation, RequestError, UnknownModelError
 from rlbus.workers.torch_lm.sampling import Sampling
 
 # Largest body that is read.
@@ -57,9 +57,9 @@ class _Routes:
         try:
             data = await _read(request)
             body, sampling, prompts = parse(data, self._tokenizer)
-            if body.model not in (None, self._model):
-                return _error(404, f"the model {body.model!r} does not exist; it is {self._model!r}", "model")
-            return await self._answer(request, body, sampling, prompts)
+            return await self._answer(request, body, sampling, prompts, self._adapter(body.model))
+        except UnknownModelError as exc:
+            return _error(404, exc.problem, "model")
         except BadRequestError as exc:
             return _error(400, exc.problem, exc.param)
         except RequestError as exc:
@@ -67,9 +67,21 @@ class _Routes:
         except ClosedError as exc:
             return _error(503, str(exc))
 
-    async def _answer(self, request: Request, body: Body, sampling: Sampling, prompts: Sequence[list[int]]) -> Response:
+    def _adapter(self, model: str | None) -> str | None:
+        """The adapter that is asked for, with its revision, so that all of one call get the same."""
+        if model in (None, self._model):
+            return None
+        assert model is not None
+        loaded = self._generation.adapters.find(model)
+        if loaded is None:
+            raise UnknownModelError(f"the model {model!r} does not exist; the base model is {self._model!r}")
+        return loaded.id
+
+    async def _answer(
+        self, request: Request, body: Body, sampling: Sampling, prompts: Sequence[list[int]], adapter: str | None
+    ) -> Response:
         name = f"cmpl-{next(self._ids)}" if body.request_id is None else body.request_id
-        finished = await _unless_gone(request, self._generate(name, body.n, sampling, prompts))
+        finished = await _unless_gone(request, self._generate(name, body.n, sampling, prompts, adapter))
         if finished is None:
             return _error(499, "the client went away")
         if any(f.finish == "error" for f in finished):
@@ -91,13 +103,15 @@ class _Routes:
                 "id": name,
                 "object": "text_completion",
                 "created": int(time.time()),
-                "model": self._model,
+                "model": self._model if adapter is None else adapter,
                 "choices": choices,
                 "usage": usage,
             }
         )
 
-    async def _generate(self, name: str, n: int, sampling: Sampling, prompts: Sequence[list[int]]) -> list[Finished]:
+    async def _generate(
+        self, name: str, n: int, sampling: Sampling, prompts: Sequence[list[int]], adapter: str | None
+    ) -> list[Finished]:
         """All completions of one call; one that can't be taken ends the others."""
         tasks = []
         try:
@@ -105,16 +119,19 @@ class _Routes:
                 for index, (prompt, sample) in enumerate(itertools.product(prompts, range(n))):
                     seed = None if sampling.seed is None else _seed(sampling.seed + sample)
                     request_id = name if n * len(prompts) == 1 else f"{name}-{index}"
-                    call = self._generation.generate(prompt, replace(sampling, seed=seed), request_id=request_id)
+                    own = replace(sampling, seed=seed)
+                    call = self._generation.generate(prompt, own, request_id=request_id, adapter=adapter)
                     tasks.append(group.create_task(call))
         except* (RequestError, ClosedError) as exc:
             raise exc.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
-        entry = {"id": self._model, "object": "model", "created": self._created, "owned_by": "rlbus"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        """The model, and every name that means an adapter of it now."""
+        common = {"object": "model", "created": self._created, "owned_by": "rlbus"}
+        entries: list[dict[str, Any]] = [{"id": self._model, **common}]
+        entries += [{"id": name, **common, "parent": self._model} for name in self._generation.adapters.names()]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def health(self, request: Request) -> Response:
         """200 while the engine can generate (also when it is paused), else 503."""
