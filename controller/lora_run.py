@@ -219,19 +219,17 @@ class UnloadRun:
         op.finish()
         gone = tuple(lora_id(self.plan.name, revision) for revision in state.gone)
         causes = [blame.fault for blame in state.blames.values()]
-        is_whole = len(gone) == len(self.plan.revisions)
-        if not is_whole and not causes and state.stop is not None:
+        if not causes and len(gone) < len(self.plan.revisions) and state.stop is not None:
             causes = [state.stop]
-        outcomes: dict[str, WorkerOutcome] = {w: self._outcome(state, w, is_whole=is_whole) for w in self.plan.workers}
+        outcomes: dict[str, WorkerOutcome] = {w: self._outcome(state, w) for w in self.plan.workers}
         result = LoraResult(ids=gone, num_draining=state.num_draining)
         return verb_report(op.op_id, op.name, outcomes, op.timings, causes, lora=result)
 
-    def _outcome(self, state: UnloadState, worker: WorkerId, *, is_whole: bool) -> WorkerOutcome:
+    def _outcome(self, state: UnloadState, worker: WorkerId) -> WorkerOutcome:
         blame, data = state.blames.get(worker), state.data.get(worker)
         if blame is not None:
             return WorkerOutcome(worker=worker, outcome=blame.outcome, phase=blame.phase, fault=blame.fault)
-        if not is_whole:
+        if data is None or state.place + 1 < len(self.plan.revisions):
             return WorkerOutcome(worker=worker, outcome=Outcome.SKIPPED, phase="unload", fault=state.stop)
-        if data is not None:
-            data = LorasData(loras=tuple(v for v in data.loras if v.name == self.plan.name), capacity=data.capacity)
+        data = LorasData(loras=tuple(v for v in data.loras if v.name == self.plan.name), capacity=data.capacity)
         return WorkerOutcome(worker=worker, outcome=Outcome.OK, phase="unload", data=data)
