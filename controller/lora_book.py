@@ -6,6 +6,8 @@ a revision that an op was begun with is never given out again by number, whateve
 
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from rlbus.controller.causes import fault
 from rlbus.controller.lora_state import Kept
 from rlbus.schemas import (
@@ -18,12 +20,14 @@ from rlbus.schemas import (
     LoraMark,
     Outcome,
     PastRevision,
+    Target,
     UnloadLoraFleet,
     WorkerStatus,
     lora_id,
     split_lora_id,
 )
 
+EVERYBODY = Target()
 # Adapters that a fleet may have. Source: rlbus.schemas.loras.MAX_LORAS, what one worker may have.
 MAX_FLEET_LORAS = 256
 # Revisions that are remembered with their checksums; the oldest goes first, but the newest of a name stays.
@@ -88,15 +92,21 @@ class LoraBook:
                 del self._newest[old[0]]
 
     def add(self, lora: FleetLora) -> None:
-        """The fleet has this one now."""
+        """The fleet has this one now; one that it had is meant for the workers of both loads."""
         self.give(lora.name, lora.revision, lora.checksum)
+        known = self.get(lora.name, lora.revision)
+        if known is not None:
+            lora = replace(lora, target=both(known.target, lora.target), since=known.since)
         self._loras[lora_id(lora.name, lora.revision)] = lora
         self.op_id = lora.op_id
 
-    def remove(self, ids: Iterable[str], op_id: str) -> tuple[FleetLora, ...]:
-        """The fleet doesn't have these any more; those that it had."""
+    def remove(self, ids: Iterable[str], op_id: str, target: Target = EVERYBODY) -> tuple[FleetLora, ...]:
+        """The workers of `target` don't have these any more. Those that the fleet had: one that is meant for others,
+        too, is still the fleet's.
+        """
         self.op_id = op_id
-        return tuple(gone for i in ids if (gone := self._loras.pop(i, None)) is not None)
+        found = [i for i in ids if i in self._loras and covers(target, self._loras[i].target)]
+        return tuple(self._loras.pop(i) for i in found)
 
     def uses(self, key: str) -> bool:
         """Whether an adapter that the fleet has comes from this object of the store."""
@@ -134,7 +144,27 @@ class LoraBook:
                 evicted = () if report is None or report.lora is None else report.lora.evicted
                 self.remove(evicted, request.op_id)
         elif isinstance(request, UnloadLoraFleet) and report is not None and report.lora is not None:
-            self.remove(report.lora.ids, request.op_id)
+            self.remove(report.lora.ids, request.op_id, request.target)
+
+
+def covers(target: Target, of: Target) -> bool:
+    """Whether every worker that `of` means is one that `target` means."""
+    if target == EVERYBODY:
+        return True
+    if target.workers is not None:
+        return of.workers is not None and set(of.workers) <= set(target.workers)
+    return of.components is not None and set(of.components) <= set(target.components or ())
+
+
+def both(one: Target, other: Target) -> Target:
+    """The workers of either; of two that can't be put together the later one's."""
+    if EVERYBODY in (one, other):
+        return EVERYBODY
+    if one.workers is not None and other.workers is not None:
+        return Target(workers=tuple(sorted({*one.workers, *other.workers})))
+    if one.components is not None and other.components is not None:
+        return Target(components=tuple(sorted({*one.components, *other.components})))
+    return other
 
 
 def fleet_lora(request: LoadLoraFleet, revision: int, at: float) -> FleetLora:

@@ -163,9 +163,7 @@ class Loras:
 
     def unloaded(self, request: UnloadLoraFleet, gone: Sequence[str]) -> tuple[LoraSource, ...]:
         """No worker of the target serves these any more; where they came from."""
-        if request.target.workers is not None:  # the fleet still has them: named workers were made free by hand
-            return ()
-        removed = self.book.remove(gone, request.op_id)
+        removed = self.book.remove(gone, request.op_id, request.target)
         self._keep()
         return tuple(one.source for one in removed)
 
