@@ -1,6 +1,7 @@
 """For tests about adapters: files of one, and a worker that may read them."""
 
 from pathlib import Path
+from typing import Any
 
 from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_sum
 from rlbus.schemas import FolderSource, LoadLora
@@ -21,6 +22,6 @@ def load_of(folder: Path, revision: int, name: str = "policy", **options: bool) 
     return LoadLora(name=name, revision=revision, checksum=adapter_sum(folder).checksum, source=source, **options)
 
 
-def config_for(root: Path, **settings: float) -> AgentConfig:
+def config_for(root: Path, **settings: Any) -> AgentConfig:
     """Settings of an agent that may load adapters from below `root`, and keeps its copies there, too."""
-    return AgentConfig(lora_roots=(str(root),), lora_cache_dir=str(root / "cache"), **settings)  # type: ignore[arg-type]
+    return AgentConfig(lora_roots=(str(root),), lora_cache_dir=str(root / "cache"), **settings)

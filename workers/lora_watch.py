@@ -126,7 +126,10 @@ class LoraWatch:
         if residents is None:
             return
         now_s = asyncio.get_running_loop().time()
-        for key, limit_s in self._draining().items():
+        draining = self._draining()
+        for key in self._since_s.keys() - draining.keys():
+            del self._since_s[key]  # it is gone, or was taken back; if it drains again, its time begins anew
+        for key, limit_s in draining.items():
             if key not in self._since_s:
                 # Whoever asked for it may ask again first.
                 self._since_s[key] = now_s

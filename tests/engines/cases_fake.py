@@ -11,6 +11,7 @@ from rlbus.transfer.fake import fake_sum
 from rlbus.workers.engines.base import ReceiveOrder
 from rlbus.workers.engines.contract import EngineCase, Generated
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
+from rlbus.workers.lora_testing import fake_adapter
 
 
 class _Opened:
@@ -53,6 +54,22 @@ class _Opened:
         self, prompt: tuple[int, ...], num_tokens: int, request_id: str, on_token: Callable[[], None] | None = None
     ) -> Generated:
         request = self.engine.submit(request_id, prompt, num_tokens, on_token)
+        await request.ended.wait()
+        assert request.finish is not None
+        return Generated(tuple(request.tokens), request.finish)
+
+    async def save_adapter(self, folder: Path, number: int) -> Path:
+        return fake_adapter(folder, f"adapter {number}")
+
+    async def generate_as(
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        num_tokens: int,
+        request_id: str,
+        on_token: Callable[[], None] | None = None,
+    ) -> Generated:
+        request = self.engine.submit(request_id, prompt, num_tokens, on_token, model)
         await request.ended.wait()
         assert request.finish is not None
         return Generated(tuple(request.tokens), request.finish)

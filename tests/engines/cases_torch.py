@@ -108,6 +108,31 @@ class _Opened:
         finished = await self.engine.generate(prompt, sampling, request_id=request_id, on_token=on_token)
         return Generated(finished.tokens, finished.finish)
 
+    async def save_adapter(self, folder: Path, number: int) -> Path:
+        from rlbus.workers.torch_lm.make import make_tiny_adapter
+
+        return make_tiny_adapter(folder, self._folder / "model", seed=number)
+
+    async def generate_as(
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        num_tokens: int,
+        request_id: str,
+        on_token: Callable[[], None] | None = None,
+    ) -> Generated:
+        from rlbus.workers.torch_lm.generate import UnknownModelError
+        from rlbus.workers.torch_lm.sampling import Sampling
+
+        sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignores_eos=True)
+        try:
+            finished = await self.engine.generate(
+                prompt, sampling, request_id=request_id, on_token=on_token, adapter=model
+            )
+        except UnknownModelError as exc:
+            raise LookupError(model) from exc
+        return Generated(finished.tokens, finished.finish)
+
 
 @asynccontextmanager
 async def _open(folder: Path) -> AsyncIterator[_Opened]:

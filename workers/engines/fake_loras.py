@@ -17,7 +17,7 @@ ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
 DEFAULT_CAPACITY = 4
 
 
-class UnknownModelError(ValueError):
+class UnknownModelError(LookupError):
     """A request names a model that isn't there. Nothing was done for it."""
 
 

@@ -129,7 +129,8 @@ class Attachment:
         who = f"{identity.component}/{identity.instance_id}"
         try:
             await self._until_listening(app)
-            engine = VllmEngine(self._llm, completions_url=self._url(app), run_dir=self._env.run_dir)
+            models = getattr(app.state, "openai_serving_models", None)
+            engine = VllmEngine(self._llm, completions_url=self._url(app), run_dir=self._env.run_dir, models=models)
             probe = Probe(engine)
             tasks = [asyncio.ensure_future(probe.run())]
             if self._beats is not None:

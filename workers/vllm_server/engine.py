@@ -7,6 +7,7 @@ in the one API server process that has the agent.
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlbus.errors import EngineError, refused
@@ -26,10 +27,12 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.exchange import Exchange
+from rlbus.workers.vllm_server.loras import VllmLoras
 from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.updates import CALL_S, Updates
 
@@ -56,9 +59,17 @@ class VllmEngine:
         llm: the server's AsyncLLM; it stays the server's.
         completions_url: where its OpenAI routes answer, None if they can't be reached.
         run_dir: parent of this engine's private folder; None is the system's temporary folder.
+        models: the server's OpenAIServingModels, under whose names adapters are served; None: there are none.
     """
 
-    def __init__(self, llm: Any, *, completions_url: str | None = None, run_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        completions_url: str | None = None,
+        run_dir: str | None = None,
+        models: Any = None,
+    ) -> None:
         self._llm = llm
         self._completions_url = completions_url
         self._run_dir = run_dir
@@ -69,6 +80,9 @@ class VllmEngine:
         self._world_size: int = parallel.world_size * num_engines
         self._first_dp_index: int = parallel.data_parallel_index if is_local else 0
         self._calls = EngineCalls(llm, parallel.world_size)
+        # Several API servers don't know each other's names.
+        has_loras = models is not None and llm.vllm_config.lora_config is not None and self._is_only_server
+        self._loras = VllmLoras(llm, self._calls, models, self._parent) if has_loras else None
         self._exchange: Exchange | None = None
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
@@ -98,6 +112,9 @@ class VllmEngine:
             _log.info("updates are checked against %s", self._expected.source)
         if backends:
             routes.add("update_weights_from_distributed")
+        if self._loras is not None:
+            self._loras.attach()
+            routes |= {"load_lora", "unload_lora", "list_loras"}
         self._exchange = Exchange(self._run_dir)
         self._updates = Updates(
             self._llm,
@@ -146,6 +163,8 @@ class VllmEngine:
             _log.warning("the group could not be left: %s", exc)
         finally:
             self._calls.close()
+            if self._loras is not None:
+                self._loras.detach()
             if self._exchange is not None:
                 self._exchange.close()
 
@@ -242,10 +261,12 @@ class VllmEngine:
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
         await self._ready().finish(version)
+        await self._restore_loras()
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
         await self._ready().abort()
+        await self._restore_loras()
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
@@ -258,6 +279,7 @@ class VllmEngine:
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`."""
         await self._ready().load(path, version)
+        await self._restore_loras()
 
     async def checksums(self) -> ChecksumsData:
         """vLLM's own, by its fused parameter names, cut to 64 bits; on a CPU without the linear layers, which vLLM
@@ -273,7 +295,38 @@ class VllmEngine:
             algorithm += f", {num_blind} prepacked parameters not seen"
         return ChecksumsData(algorithm=algorithm, sums=sums)
 
+    # --- adapters, see `LoraEngine`
+
+    @property
+    def lora_info(self) -> LoraInfo:
+        """See `LoraEngine`."""
+        return self._with_loras().info
+
+    async def load_lora(self, name: str, revision: int, folder: Path, replaces: int | None = None) -> None:
+        """See `LoraEngine`."""
+        await self._with_loras().load(name, revision, folder)
+
+    async def drain_lora(self, name: str, revision: int) -> None:
+        """See `LoraEngine`."""
+        await self._with_loras().drain(name, revision)
+
+    async def unload_lora(self, name: str, revision: int) -> int | None:
+        """See `LoraEngine`."""
+        return await self._with_loras().unload(name, revision)
+
+    async def list_loras(self) -> tuple[Resident, ...]:
+        """See `LoraEngine`."""
+        return await self._with_loras().residents()
+
+    async def _restore_loras(self) -> None:
+        if self._loras is not None:
+            await self._loras.restore()
+
     # --- within
+
+    def _with_loras(self) -> VllmLoras:
+        assert self._loras is not None, "the routes aren't advertised without it"
+        return self._loras
 
     def _ready(self) -> Updates:
         assert self._updates is not None, "the engine isn't started, or is closed"

@@ -82,6 +82,13 @@ async def listed(rig: Rig) -> LorasData:
     return data_of(await rig.send(GetLoras()))
 
 
+def told(rig: Rig) -> tuple[int, tuple[str, ...]]:
+    """Capacity and adapters in the last heartbeat."""
+    view = rig.last.status.loras
+    assert view is not None
+    return view.capacity, view.ids
+
+
 def test_loaded_adapter_is_listed_named_and_announced(tmp_path: Path) -> None:
     """In the answer, the list, the status, an event; and requests can name it."""
 
@@ -114,12 +121,10 @@ def test_heartbeat_says_which_adapters_there_are_and_a_restarted_engine_has_none
             engine = FakeEngine()
             async with worker_on_bus(engine, config=config_for(tmp_path)) as rig:
                 await asyncio.sleep(1.0)
-                assert rig.last.status.loras is not None
-                assert len(rig.last.status.loras.ids) == 0
+                assert told(rig) == (4, ())
                 await rig.send(publish(tmp_path, 7))
                 await asyncio.sleep(1.0)
-                assert rig.last.status.loras.ids == ("policy@7",)
-                assert rig.last.status.loras.capacity == 4
+                assert told(rig) == (4, ("policy@7",))
 
     run(main())
 

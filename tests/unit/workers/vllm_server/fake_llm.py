@@ -31,6 +31,7 @@ def config(*, world_size: int = 2, backend: str | None = "gloo", num_servers: in
         model_config=SimpleNamespace(served_model_name="model"),
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=None,
+        lora_config=None,
     )
 
 

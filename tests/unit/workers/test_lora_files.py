@@ -1,0 +1,147 @@
+"""A worker's own copies of adapters: checked, shared by checksum, bounded, and cleaned."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbus.adapter import ADAPTER_FILES, adapter_sum
+from rlbus.bus import Bus
+from rlbus.errors import FaultError
+from rlbus.schemas import FaultCode, FolderSource, ObjectSource
+from rlbus.workers.config import AgentConfig
+from rlbus.workers.lora_files import LoraFiles
+from rlbus.workers.lora_testing import config_for, fake_adapter
+
+pytestmark = pytest.mark.unit
+
+NOBODY: frozenset[str] = frozenset()
+NO_BUS: Any = None  # only handed to what fetches
+
+
+def files_of(root: Path, **settings: Any) -> LoraFiles:
+    """Copies below `root`, of folders below it."""
+    return LoraFiles(config_for(root, **settings), NO_BUS)
+
+
+def folder_source(folder: Path) -> tuple[FolderSource, str]:
+    """A source and the checksum of what is in it."""
+    return FolderSource(path=str(folder)), adapter_sum(folder).checksum
+
+
+def object_source(num_bytes: int = 100) -> ObjectSource:
+    """An object in the store."""
+    return ObjectSource(bucket="b", key="policy/1", sha256="0" * 64, num_bytes=num_bytes)
+
+
+def refusal(call: Awaitable[Path]) -> FaultCode:
+    """The code with which it is refused."""
+
+    async def main() -> Path:
+        return await call
+
+    with pytest.raises(FaultError) as caught:
+        asyncio.run(main())
+    return caught.value.code
+
+
+def test_copy_has_the_bytes_and_outlives_a_change_of_the_source(tmp_path: Path) -> None:
+    """What the engine reads later is what was checked."""
+    source, checksum = folder_source(fake_adapter(tmp_path / "a", "bytes"))
+    (tmp_path / "a" / "README.md").write_text("not a part of it")
+    files = files_of(tmp_path)
+    place = asyncio.run(files.bring(source, checksum, NOBODY))
+    assert sorted(p.name for p in place.iterdir()) == sorted(ADAPTER_FILES)
+    fake_adapter(tmp_path / "a", "other")
+    assert adapter_sum(place).checksum == checksum
+    assert asyncio.run(files.bring(source, checksum, NOBODY)) == place
+
+
+def test_copies_that_nobody_uses_go_when_there_is_no_room(tmp_path: Path) -> None:
+    """The one that was used longest ago first; never one that is loaded."""
+    files = files_of(tmp_path, lora_cache_bytes=350)
+    sums = []
+    for number in range(4):
+        source, checksum = folder_source(fake_adapter(tmp_path / str(number), f"{number}" * 98))
+        sums.append(checksum)
+        place = asyncio.run(files.bring(source, checksum, frozenset(sums[:1])))
+        os.utime(place, (number, number))
+    kept = {p.name for p in (tmp_path / "cache").iterdir()}
+    assert kept == {sums[0], sums[2], sums[3]}
+
+
+def test_adapter_larger_than_all_room_is_refused(tmp_path: Path) -> None:
+    """Before a byte is copied."""
+    source, checksum = folder_source(fake_adapter(tmp_path / "a", "x" * 1000))
+    assert refusal(files_of(tmp_path, lora_cache_bytes=500).bring(source, checksum, NOBODY)) is FaultCode.TOO_LARGE
+
+
+def test_temporary_folder_goes_with_its_owner_and_so_do_those_of_killed_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A living process's is left alone."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead, living = (tmp_path / "tmp" / f"rlbus-loras-{pid}-x" for pid in (ended.pid, os.getppid()))
+    for folder in (dead, living):
+        folder.mkdir(parents=True)
+    files = LoraFiles(AgentConfig(lora_roots=(str(tmp_path),)), NO_BUS)
+    source, checksum = folder_source(fake_adapter(tmp_path / "a", "bytes"))
+    place = asyncio.run(files.bring(source, checksum, NOBODY))
+    assert place.is_dir()
+    assert not dead.exists()
+    assert living.exists()
+    heir = LoraFiles(AgentConfig(lora_roots=(str(tmp_path),)), NO_BUS, before=files)
+    del files
+    gc.collect()
+    assert asyncio.run(heir.bring(source, checksum, NOBODY)) == place
+    del heir
+    gc.collect()
+    assert not place.parent.exists()
+
+
+def fetching(content: str, fails: BaseException | None = None) -> Callable[[Bus, ObjectSource, Path], Awaitable[None]]:
+    """A download that puts an adapter with this content there, or fails half way."""
+
+    async def fetch(bus: Bus, source: ObjectSource, folder: Path) -> None:
+        assert os.listdir(folder) == []
+        fake_adapter(folder, content)
+        if fails is not None:
+            raise fails
+
+    return fetch
+
+
+def test_object_is_fetched_once_and_checked(tmp_path: Path) -> None:
+    """The second time it is here already."""
+    checksum = adapter_sum(fake_adapter(tmp_path / "a", "bytes")).checksum
+    files = files_of(tmp_path, fetch_object=fetching("bytes"))
+    place = asyncio.run(files.bring(object_source(), checksum, NOBODY))
+    again = files_of(tmp_path, fetch_object=fetching("never fetched"))
+    assert asyncio.run(again.bring(object_source(), checksum, NOBODY)) == place
+    assert adapter_sum(place).checksum == checksum
+
+
+@pytest.mark.parametrize("way", ["other bytes", "fails", "cancelled"])
+def test_fetch_that_goes_wrong_leaves_nothing(tmp_path: Path, way: str) -> None:
+    """And the next one can be tried."""
+    checksum = adapter_sum(fake_adapter(tmp_path / "a", "bytes")).checksum
+    error = {"fails": OSError("gone"), "cancelled": asyncio.CancelledError()}.get(way)
+    files = files_of(tmp_path, fetch_object=fetching("others" if way == "other bytes" else "bytes", error))
+    with pytest.raises((FaultError, OSError, asyncio.CancelledError)):
+        asyncio.run(files.bring(object_source(), checksum, NOBODY))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_object_is_refused_by_a_worker_that_cant_fetch_or_hasnt_the_room(tmp_path: Path) -> None:
+    """By its announced size."""
+    assert refusal(files_of(tmp_path).bring(object_source(), "0" * 64, NOBODY)) is FaultCode.WRONG_STATE
+    small = files_of(tmp_path, fetch_object=fetching("x"), lora_cache_bytes=50)
+    assert refusal(small.bring(object_source(), "0" * 64, NOBODY)) is FaultCode.TOO_LARGE
