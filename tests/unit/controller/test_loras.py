@@ -19,6 +19,7 @@ from rlbus.schemas import (
     Report,
     ResumeGeneration,
 )
+from rlbus.workers.engines.fake_loras import UnknownModelError
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller.lora_stage import adapter, listed, on_fleet, serving, taker, takers
 from tests.unit.controller.scene import Scene, outcomes, w
@@ -233,7 +234,7 @@ def test_an_unload_waits_for_no_request_and_ends_none(tmp_path: Path) -> None:
         assert report.lora is not None
         assert (report.lora.ids, report.lora.num_draining) == (("policy@1",), 1)
         assert listed(await client.loras()) == {"1": ["policy@1 draining"], "2": []}
-        with pytest.raises(ValueError, match="does not exist"):
+        with pytest.raises(UnknownModelError):
             engine.submit("late", [1], num_tokens=1, model="policy@1")
         await request.ended.wait()
         await asyncio.sleep(2.0)
