@@ -194,9 +194,10 @@ def replace_cause(data: LorasData, cause: Fault) -> LorasData:
 
 
 def _judge(state: LoadState) -> Decision:
-    """Everybody has it, or nobody keeps it; after a catch-up, whoever has it."""
-    if state.plan.is_catch_up and state.stop is None and _of(state, Has.YES):
-        return replace(state, stage=Stage.DONE, is_committed=True), Done()
+    """Everybody has it, or nobody keeps it; after a catch-up, whoever has it: the fleet has it anyway."""
+    if state.plan.is_catch_up:
+        state = replace(state, is_committed=bool(_of(state, Has.YES)))
+        return _undo(state) if _of(state, Has.MAYBE) else (replace(state, stage=Stage.DONE), Done())
     return _undo(state) if state.causes else _show(state)
 
 
@@ -246,7 +247,8 @@ def _undo(state: LoadState) -> Decision:
     """Unload it where this op has loaded it, or may have."""
     plan = state.plan
     state = replace(state, failed_in=str(state.stage if state.stage is not Stage.SETTLE else Stage.LOAD))
-    to_unload = tuple(w for w, s in state.seats.items() if s.has is not Has.NO and not s.had)
+    kept = (Has.NO, Has.YES) if plan.is_catch_up else (Has.NO,)
+    to_unload = tuple(w for w, s in state.seats.items() if s.has not in kept and not s.had)
     if not to_unload:
         return _resume(state)
     body = UnloadLora(name=plan.name, revision=plan.revision, drain_s=0.0)

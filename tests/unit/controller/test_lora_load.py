@@ -193,6 +193,28 @@ def test_a_catch_up_pauses_nobody_and_one_failure_costs_the_others_nothing() -> 
         assert not any(worker.is_paused for worker in workers.values())
 
 
+def test_a_catch_up_that_gives_way_takes_nothing_back_and_waits_for_who_still_loads() -> None:
+    """Another op takes its place: who has it keeps it, who still loads is waited for, so that it isn't busy then."""
+    state, action = decide(initial(plan_of(is_catch_up=True)), Began())
+    full, empty = (FakeWorker(random.Random(0), 0.0, sums=sums).data() for sums in ({"policy@7": SUM}, {}))
+    state, action = decide(state, Answered({w: StepAnswer(Outcome.OK, None, empty) for w in WORKERS}))
+    stop = fault(FaultCode.CANCELLED, "op 9 takes its place")
+    answers = dict.fromkeys(WORKERS, StepAnswer(Outcome.UNKNOWN, stop))
+    answers[WORKERS[0]] = StepAnswer(Outcome.OK, None, full)
+    state, action = decide(state, Answered(answers, stop))
+    assert isinstance(action, Ask)
+    assert isinstance(action.body, GetLoras)
+    settled = dict(zip(WORKERS[1:], (full, empty), strict=True))
+    state, action = decide(state, Answered({w: StepAnswer(Outcome.OK, None, d) for w, d in settled.items()}, stop))
+    assert isinstance(action, Ask)
+    assert isinstance(action.body, UnloadLora)
+    assert (action.workers, action.until_free) == (WORKERS[2:], True)
+    state, action = decide(state, Answered({WORKERS[2]: StepAnswer(Outcome.OK, None, empty)}, stop))
+    assert isinstance(action, Done)
+    found = [outcome_of(state, state.seats[w]).outcome for w in WORKERS]
+    assert found == [Outcome.OK, Outcome.OK, Outcome.UNKNOWN]
+
+
 def test_a_list_that_shows_it_late_is_looked_at_again() -> None:
     """Nobody is let go before every engine's own list has it."""
     state, action = decide(initial(plan_of()), Began())

@@ -19,6 +19,7 @@ from rlbus.schemas import (
     Report,
     ResumeGeneration,
 )
+from rlbus.testing import Faults, MemoryTransport
 from rlbus.workers.engines.fake_loras import UnknownModelError
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller.lora_stage import adapter, listed, on_fleet, serving, taker, takers
@@ -358,6 +359,47 @@ def test_a_worker_that_comes_back_is_given_what_the_fleet_has(tmp_path: Path) ->
             assert (await scene.fleet.members())[w(3)].loras_behind == ()
             assert await scene.addressed(PauseGeneration) == []
             assert await scene.addressed(LoadLora) == ["3"]
+
+    on_fleet(takers(1, 2), scenario)
+
+
+def test_a_catch_up_of_an_adapter_gives_way_to_any_other_op(tmp_path: Path) -> None:
+    """Nobody is told `busy` because of it, and it is done after all."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(scene: Scene) -> None:
+        client = scene.fleet.client
+        await client.load_lora("policy", folder)
+        async with taker(3, {"load_lora": {0: Step(latency_s=3.0)}})(scene.fleet.broker) as late:
+            await client.wait_ready(num_workers=3)
+            await asyncio.sleep(1.5)
+            assert (await scene.fleet.members())[w(3)].loras_behind[0].note == "is given it now"
+            report = await client.pause()
+            assert outcomes(report) == {"1": "ok", "2": "ok", "3": "ok"}
+            await client.resume()
+            await asyncio.sleep(10.0)
+            assert sorted(late.engine.loras.sums) == [("policy", 1)]
+
+    on_fleet(takers(1, 2), scenario)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bus_that_loses_messages_changes_nothing_of_that(tmp_path: Path, seed: int) -> None:
+    """One in ten of a worker's messages is dropped, one in ten comes twice: all have it or nobody, and it ends."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(scene: Scene) -> None:
+        client = scene.fleet.client
+        for rig in scene.fleet.workers:
+            transport = rig.worker_bus.transport
+            assert isinstance(transport, MemoryTransport)
+            transport.faults = Faults(drop=0.1, duplicate=0.1, delay_s=(0.0, 0.05 * (1 + seed)))
+        for step in range(4):
+            report = await client.load_lora("policy", folder, revision=1 + step, check=False)
+            found = [[i for i in ids if i == f"policy@{1 + step}"] for ids in serving(scene)]
+            assert found in ([[f"policy@{1 + step}"]] * 2, [[], []]), report
+            assert (found[0] != []) == (report.status is OpStatus.OK), report
+            assert await scene.generations() == [RUNNING, RUNNING]
 
     on_fleet(takers(1, 2), scenario)
 
