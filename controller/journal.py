@@ -263,7 +263,10 @@ class Journal:
         if key == LORAS_KEY:
             loras = self.lora_mark
             assert loras is not None
-            self._lora_revision = await self._put(key, encode(loras), self._lora_revision)
+            try:
+                self._lora_revision = await self._put(key, encode(loras), self._lora_revision)
+            except PayloadTooLargeError as exc:  # hundreds of adapters from folders with very long paths
+                _log.error("journal: %s; the fleet's adapters aren't written", exc)
             if loras is self.lora_mark:
                 self._unwritten.pop(key, None)
             return

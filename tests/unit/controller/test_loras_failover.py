@@ -84,6 +84,22 @@ def test_a_load_that_everybody_has_when_its_controller_dies_is_finished(tmp_path
     play(takers(1, 2), scenario)
 
 
+def test_a_load_that_still_runs_when_its_controller_dies_is_waited_for_and_finished(tmp_path: Path) -> None:
+    """Nothing is thrown away that is about to be done everywhere."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        stage.on_command = killing(stage, LoadLora, 0.5)
+        report = await stage.client.load_lora("policy", folder, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "ok"}
+        assert serving(stage) == [["policy@1"]] * 2
+        assert await stage.generations() == [RUNNING, RUNNING]
+
+    slow = {"load_lora": {0: Step(latency_s=15.0)}}
+    play([taker(1), taker(2, slow)], scenario)
+
+
 @pytest.mark.parametrize(("body", "after_s"), [(PauseGeneration, 0.0), (LoadLora, 0.0), (LoadLora, 1.0)])
 def test_a_load_that_not_everybody_has_is_taken_back(tmp_path: Path, body: type[Any], after_s: float) -> None:
     """Killed while it pauses, and while one is done and the other still loads."""
