@@ -135,7 +135,8 @@ class Agent:
             self._adopt(before)
         elif ledger is not None:
             self._remember(ledger)
-        self.lora_files: LoraFiles = LoraFiles(self._config, bus, None if before is None else before.lora_files)
+        who = f"{namespace}.{component}.{instance_id}"
+        self.lora_files: LoraFiles = LoraFiles(self._config, bus, who, None if before is None else before.lora_files)
         self._loras = LoraWatch(None if lora_info is None else lora_engine(engine), self, self._config)
         self._observer = Observer(engine, self._config.observe_s)
         self._slot = Slot(engine, self, bus.clock, self._config)
@@ -268,6 +269,10 @@ class Agent:
         self.apply(LeaseEnded(self._bus.new_id(), self._bus.clock.now()))
 
     # --- adapters
+
+    async def look_at_loras(self) -> None:
+        """Ask the engine for its adapters, if it takes any, for `status`. Cancel: leaves nothing."""
+        await self._loras.look()
 
     async def list_loras(self) -> LorasData:
         """What the engine has now. Raises EngineError: it doesn't say. Cancel: leaves nothing."""

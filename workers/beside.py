@@ -69,6 +69,10 @@ class Host(Protocol):
         """Ask the engine, bounded. Cancel: leaves nothing."""
         ...
 
+    async def look_at_loras(self) -> None:
+        """Ask the engine for its adapters, for the status, bounded. Cancel: leaves nothing."""
+        ...
+
     async def list_loras(self) -> LorasData:
         """Ask the engine for its adapters, bounded. Raises EngineError. Cancel: leaves nothing."""
         ...
@@ -160,6 +164,7 @@ class Beside:
 
     async def _answer_status(self, command: Command, reply: str | None) -> None:
         await self._host.observe()
+        await self._host.look_at_loras()
         self._answer(command, reply, StatusData(descriptor=self._host.descriptor, status=self._host.status()))
 
     async def _answer_loras(self, command: Command, reply: str | None) -> None:

@@ -81,6 +81,9 @@ async def load(engine: LoraEngine, op_id: str, body: LoadLora, around: Surroundi
         raise error_from_fault(plan)
     around.accept()
     if plan.is_done:
+        if all(a.key != (body.name, body.revision) for a in around.state.adapters):
+            # It was given up for lost, and had come all the same.
+            around.apply(LoraBegins(adapter_of(body, None)))
         _see(around, residents)
         return loras_data(around.state, residents)
     in_use = frozenset(a.checksum for a in around.state.adapters)

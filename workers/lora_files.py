@@ -38,13 +38,15 @@ _PART = "part-"
 class LoraFiles:
     """The copies of one worker. `bring` is called by one mutation at a time.
 
-    With a folder of the configuration they stay there; otherwise in a temporary one that goes with this object, or
-    with the process. What killed processes have left is removed when the first copy is made.
+    With a folder of the configuration they lie below it in one of this worker's own (`who`), and stay; otherwise in a
+    temporary one that goes with this object, or with the process. What killed processes have left of those is removed
+    when the first copy is made. No two workers share a folder, since one doesn't know what the other's engine has.
     """
 
-    def __init__(self, config: AgentConfig, bus: Bus, before: "LoraFiles | None" = None) -> None:
+    def __init__(self, config: AgentConfig, bus: Bus, who: str, before: "LoraFiles | None" = None) -> None:
         self._config = config
         self._bus = bus
+        self._who = who
         # The folder of an agent that ended while its engine went on, with the object that it goes with.
         self._before = before
         self._folder: Path | None = None if before is None else before._folder
@@ -84,8 +86,8 @@ class LoraFiles:
     def _place(self, checksum: str) -> Path:
         if self._folder is None:
             if self._config.lora_cache_dir is not None:
-                self._folder = Path(self._config.lora_cache_dir)
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._folder = Path(self._config.lora_cache_dir) / self._who
+                self._folder.mkdir(parents=True, exist_ok=True)
             else:
                 _sweep(Path(tempfile.gettempdir()))
                 self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
@@ -154,7 +156,7 @@ def _is_there(place: Path) -> bool:
 
 def _new_part(folder: Path) -> Path:
     part = folder / f"{_PART}{secrets.token_hex(8)}"
-    part.mkdir(mode=0o700)
+    part.mkdir()
     return part
 
 

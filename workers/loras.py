@@ -66,12 +66,16 @@ def check_load(state: WorkerState, body: LoadLora) -> Fault | None:
             f"weights are {state.weights.state.value}: no adapter is loaded onto them before an update or a reload"
         )
         return fault(FaultCode.DIRTY, message, state=state.weights.state.value, last_good=state.weights.last_good)
-    sums = (*state.known_sums, *((a.name, a.revision, a.checksum) for a in state.adapters))
-    known = next((s for n, r, s in sums if (n, r) == (body.name, body.revision)), body.checksum)
-    if known != body.checksum:
+    known = known_sum(state, body.name, body.revision)
+    if known is not None and known != body.checksum:
         message = f"{name} stands for other bytes here (checksum {known[:12]}); publish them as a new revision"
         return fault(FaultCode.REVISION_TAKEN, message, known=known, checksum=body.checksum)
     return None
+
+
+def known_sum(state: WorkerState, name: str, revision: int) -> str | None:
+    """The checksum that a name@revision stands for here; None: it was never loaded."""
+    return next((s for n, r, s in state.known_sums if (n, r) == (name, revision)), None)
 
 
 def check_unload(state: WorkerState, body: UnloadLora) -> Fault | None:
@@ -91,6 +95,10 @@ def plan_load(state: WorkerState, body: LoadLora, residents: Sequence[Resident])
     """How to make room for an adapter among those that the engine has; a fault if there is none."""
     assert state.lora_info is not None
     info, own = state.lora_info, find(residents, body.name, body.revision)
+    if own is not None and known_sum(state, body.name, body.revision) is None:
+        name = lora_id(body.name, body.revision)
+        message = f"{name} is there, and not by this agent: nobody knows from which bytes; unload it first"
+        return fault(FaultCode.REVISION_TAKEN, message, checksum=body.checksum)
     if own is not None:
         return LoadPlan(is_done=not own.is_draining)
     same = [r for r in residents if r.name == body.name and r.revision is not None]
@@ -155,14 +163,22 @@ def _begins(state: WorkerState, event: LoraBegins) -> WorkerState:
     adapter = event.adapter
     before = next((a for a in state.adapters if a.key == adapter.key), adapter)
     kept = tuple(a for a in state.adapters if a.key != adapter.key)
-    adapters = (*kept, replace(adapter, was_loaded=before.was_loaded))
-    return replace(state, adapters=adapters, lora_turn=state.lora_turn + 1)
+    known = state.known_sums
+    is_new = known_sum(state, *adapter.key) is None
+    if is_new:
+        # Also for one that then fails: it may yet be in the engine.
+        known = (*known, (*adapter.key, adapter.checksum))[-MAX_KNOWN:]
+    adapters = (*kept, replace(adapter, was_loaded=before.was_loaded, is_new=is_new))
+    return replace(state, adapters=adapters, known_sums=known, lora_turn=state.lora_turn + 1)
 
 
 def _refused(state: WorkerState, name: str, revision: int) -> WorkerState:
     """As before: one that was there still is, as the engine will say; one that was not isn't."""
-    kept = tuple(a for a in state.adapters if a.was_loaded or a.key != (name, revision))
-    return replace(state, adapters=kept, lora_turn=state.lora_turn + 1)
+    key = (name, revision)
+    is_new = any(a.key == key and a.is_new for a in state.adapters)
+    known = tuple(k for k in state.known_sums if not is_new or k[:2] != key)
+    kept = tuple(a for a in state.adapters if a.was_loaded or a.key != key)
+    return replace(state, adapters=kept, known_sums=known, lora_turn=state.lora_turn + 1)
 
 
 def _changed(state: WorkerState, name: str, revision: int, to: LoraState, drain_s: float | None) -> WorkerState:
@@ -175,7 +191,6 @@ def _seen(state: WorkerState, event: LorasSeen) -> WorkerState:
     if event.turn != state.lora_turn or (is_changing(state) and not event.is_own):
         return state
     seen: list[Adapter] = []
-    known = state.known_sums
     for adapter in state.adapters:
         resident = find(event.residents, *adapter.key)
         if resident is None:
@@ -183,11 +198,8 @@ def _seen(state: WorkerState, event: LorasSeen) -> WorkerState:
         is_draining = resident.is_draining
         drain_s = (0.0 if adapter.drain_s is None else adapter.drain_s) if is_draining else None
         to = LoraState.DRAINING if is_draining else LoraState.LOADED
-        seen.append(replace(adapter, state=to, was_loaded=True, drain_s=drain_s))
-        if not adapter.was_loaded and all(k[:2] != adapter.key for k in known):
-            known = (*known, (*adapter.key, adapter.checksum))[-MAX_KNOWN:]
-    adapters = tuple(seen)
-    return state if adapters == state.adapters else replace(state, adapters=adapters, known_sums=known)
+        seen.append(replace(adapter, state=to, was_loaded=True, is_new=False, drain_s=drain_s))
+    return state if tuple(seen) == state.adapters else replace(state, adapters=tuple(seen))
 
 
 def is_changing(state: WorkerState) -> bool:

@@ -66,6 +66,8 @@ class Adapter:
     checksum: str
     state: LoraState
     was_loaded: bool = False
+    # The first load of this revision here, whose outcome isn't known yet.
+    is_new: bool = False
     hot_swap: bool = False
     drain_s: float | None = None
 
@@ -118,6 +120,6 @@ class WorkerState:
     lora_info: LoraInfo | None = None
     # Grows with every change of an adapter, so that an older answer of the engine isn't taken for a newer one.
     lora_turn: int = 0
-    # (name, revision, checksum) of what was ever loaded here, newest last: those names are taken.
+    # (name, revision, checksum) of what the engine was ever told to load, newest last: those names are taken.
     known_sums: tuple[tuple[str, int, str], ...] = ()
     adapter_gone: AdapterGone | None = None

@@ -42,6 +42,10 @@ WeightRoots = Annotated[
     list[str] | None,
     typer.Option("--weight-root", metavar="DIR", help="Folder below which `rlbus update` may load; may be repeated."),
 ]
+LoraRoots = Annotated[
+    list[str] | None,
+    typer.Option("--lora-root", metavar="DIR", help="Folder below which adapters may be loaded from; may be repeated."),
+]
 
 
 async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCode:
@@ -219,6 +223,7 @@ def worker_fake(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    lora_root: LoraRoots = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -229,7 +234,7 @@ def worker_fake(
 
         return FakeEngine(world_size=world_size)
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root)
     if no_restart:
         worker.run(make)
     else:
@@ -240,12 +245,14 @@ def worker_fake(
 def worker_torch(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the model.", exists=True, file_okay=False)],
     ranks: Annotated[int, typer.Option(help="Processes, each with its own copy of the model.", min=1)] = 1,
+    max_loras: Annotated[int, typer.Option(help="Adapters that it holds at once.", min=1, max=256)] = 8,
     port: Annotated[int, typer.Option(help="Port of /v1/completions; 0 takes a free one.", min=0, max=65535)] = 0,
     url: Url = None,
     namespace: Namespace = None,
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    lora_root: LoraRoots = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -259,16 +266,17 @@ def worker_torch(
             from rlbus.workers.engines.torch_engine import TorchEngine
         except ImportError as exc:
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
-        return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or ())
+        return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or (), max_loras=max_loras)
 
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root)
     if no_restart:
         worker.run(make)
         return
     if importlib.util.find_spec("torch") is None:
         worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
-    worker.supervise(("torch", str(model.absolute()), "--ranks", str(ranks), "--port", str(port), *roots))
+    options = ("--ranks", str(ranks), "--port", str(port), "--max-loras", str(max_loras), *roots)
+    worker.supervise(("torch", str(model.absolute()), *options))
 
 
 @worker_app.command("vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -280,6 +288,7 @@ def worker_vllm(
     component: Annotated[str | None, typer.Option("--component", metavar="NAME", help="Part of the fleet.")] = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    lora_root: LoraRoots = None,
     small: Annotated[bool, typer.Option("--small", help="Leave room for others on a machine without a GPU.")] = False,
     json: Json = False,
 ) -> None:
@@ -287,14 +296,20 @@ def worker_vllm(
 
     Everything that isn't listed below goes to vLLM as it is. Give MODEL first.
     """
-    worker = _Worker(url, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root)
 
     async def serve(bus_config: BusConfig, named: "Named") -> int:
         from rlbus.workers.vllm_server.supervisor import supervise
 
         worker.tell(os.getpid(), "starts; `rlbus workers` shows when it is there")
         return await supervise(
-            model, ctx.args, bus_config=bus_config, named=named, weight_roots=worker.roots, is_small=small
+            model,
+            ctx.args,
+            bus_config=bus_config,
+            named=named,
+            weight_roots=worker.roots,
+            lora_roots=worker.lora_roots,
+            is_small=small,
         )
 
     if model.startswith("-"):
@@ -313,6 +328,7 @@ class _Worker:
         instance_id: str | None,
         weight_roots: list[str] | None,
         json: bool,
+        lora_roots: list[str] | None = None,
     ) -> None:
         self._url = url
         self._namespace = namespace
@@ -323,6 +339,7 @@ class _Worker:
         self._is_told = False
         self._who = ""
         self.roots = tuple(str(Path(root).absolute()) for root in weight_roots or ())
+        self.lora_roots = tuple(str(Path(root).absolute()) for root in lora_roots or ())
         log_as_service()
 
     def fail(self, error: ConfigError) -> NoReturn:
@@ -360,7 +377,7 @@ class _Worker:
                 self._config(),
                 component=self._component,
                 instance_id=self._instance_id,
-                config=AgentConfig.from_env(weight_roots=self.roots or None),
+                config=AgentConfig.from_env(weight_roots=self.roots or None, lora_roots=self.lora_roots or None),
                 on_ready=on_ready,
             )
             return ExitCode.OK
@@ -380,6 +397,7 @@ class _Worker:
                 bus_config=bus_config,
                 named=named,
                 weight_roots=self.roots,
+                lora_roots=self.lora_roots,
                 on_ready=lambda pid: self.tell(pid, "is up; Ctrl-C ends it"),
             )
 

@@ -174,7 +174,7 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
             kv_cache_memory_bytes=64 << 20,
             weight_transfer_config=WeightTransferConfig(backend="gloo"),
             enable_lora=True,
-            max_loras=2,
+            max_loras=4,
             max_cpu_loras=4,
             max_lora_rank=8,
         )

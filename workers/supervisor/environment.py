@@ -25,10 +25,16 @@ class Named:
         return cls(Identity.from_env(environ=env, component=component, instance_id=instance_id), is_given)
 
 
-def worker_env(config: BusConfig, identity: Identity, weight_roots: Sequence[str], state_dir: str) -> dict[str, str]:
+def worker_env(
+    config: BusConfig,
+    identity: Identity,
+    weight_roots: Sequence[str],
+    state_dir: str,
+    lora_roots: Sequence[str] = (),
+) -> dict[str, str]:
     """The variables of one worker. All of the bus's are set, empty ones too, so that nothing else is inherited.
 
-    No `weight_roots` leave RLBUS_WEIGHT_ROOTS as it is.
+    No `weight_roots` leave RLBUS_WEIGHT_ROOTS as it is, no `lora_roots` RLBUS_LORA_ROOTS.
     """
     env = dict.fromkeys(ENV_NAMES.values(), "")
     for name, variable in ENV_NAMES.items():
@@ -42,6 +48,8 @@ def worker_env(config: BusConfig, identity: Identity, weight_roots: Sequence[str
     }
     if weight_roots:
         env[WORKER_NAMES["weight_roots"]] = os.pathsep.join(weight_roots)
+    if lora_roots:
+        env[WORKER_NAMES["lora_roots"]] = os.pathsep.join(lora_roots)
     return env
 
 

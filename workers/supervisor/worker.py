@@ -22,6 +22,7 @@ async def supervise_worker(
     bus_config: BusConfig,
     named: Named,
     weight_roots: Sequence[str] = (),
+    lora_roots: Sequence[str] = (),
     log: Path | None = None,
     policy: RestartPolicy | None = None,
     on_ready: Callable[[int], None] = lambda pid: None,
@@ -37,7 +38,7 @@ async def supervise_worker(
     restarts = Restarts(RestartPolicy() if policy is None else policy)
     with tempfile.TemporaryDirectory(prefix="rlbus-worker-", ignore_cleanup_errors=True) as run_dir:
         state_dir = state_dir_for(named, run_dir, os.environ)
-        command = build(worker_env(bus_config, named.identity, weight_roots, state_dir), run_dir)
+        command = build(worker_env(bus_config, named.identity, weight_roots, state_dir, lora_roots), run_dir)
         identity = named.identity
         async with stop_signal() as stopped, Farewells(bus_config, identity) as farewells:
             how = Supervision(

@@ -32,7 +32,7 @@ from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.exchange import Exchange
-from rlbus.workers.vllm_server.loras import VllmLoras
+from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of
 from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.updates import CALL_S, Updates
 
@@ -82,6 +82,9 @@ class VllmEngine:
         self._calls = EngineCalls(llm, parallel.world_size)
         # Several API servers don't know each other's names.
         has_loras = models is not None and llm.vllm_config.lora_config is not None and self._is_only_server
+        if has_loras and capacity_of(llm.vllm_config) < 1:
+            _log.warning("adapters are off: on a CPU vLLM needs one slot more than adapters; use --max-loras 2")
+            has_loras = False
         self._loras = VllmLoras(llm, self._calls, models, self._parent) if has_loras else None
         self._exchange: Exchange | None = None
         self._updates: Updates | None = None

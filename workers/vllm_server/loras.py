@@ -17,7 +17,7 @@ from typing import Any
 
 from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE
 from rlbus.errors import EngineError, FaultError, refused
-from rlbus.schemas import Fault, FaultCode, lora_id
+from rlbus.schemas import MAX_LORAS, Fault, FaultCode, lora_id
 from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.vllm_server.calls import EngineCalls
@@ -58,9 +58,8 @@ class VllmLoras:
         self._calls = calls
         self._models = models
         self._parent_of = parent_of
-        config = llm.vllm_config.lora_config
-        self.info = LoraInfo(config.max_cpu_loras, can_drain=True, can_hot_swap=False)
-        self._max_rank: int = config.max_lora_rank
+        self.info = LoraInfo(capacity_of(llm.vllm_config), can_drain=True, can_hot_swap=False)
+        self._max_rank: int = llm.vllm_config.lora_config.max_lora_rank
         # vLLM's LoRARequest of each adapter that is loaded, or was asked for, by (name, revision).
         self._ours: dict[tuple[str, int], Any] = {}
         self._draining: set[tuple[str, int]] = set()
@@ -111,6 +110,10 @@ class VllmLoras:
             return
         if name == self._llm.vllm_config.model_config.model or self._models.is_base_model(name):
             raise refused(FaultCode.WRONG_STATE, f"{name!r} is the name of the base model", name=name)
+        if lora_id(*key) in self._models.lora_requests:
+            raise refused(
+                FaultCode.REVISION_TAKEN, f"somebody else has loaded {lora_id(*key)!r}; unload that one first"
+            )
         await asyncio.to_thread(check_files, folder, self._max_rank)
         listed = await self._numbers()
         if len(listed) >= self.info.capacity:
@@ -161,6 +164,8 @@ class VllmLoras:
     async def restore(self) -> None:
         """Put back what an update or reload of the base weights has dropped from the core (facts/vllm-cpu.md 7). One
         that can't be is not served any more: vLLM would die of its first request.
+
+        Cancel: some may not be back; vLLM loads them for their first request.
         """
         for key, request in list(self._ours.items()):
             try:
@@ -249,6 +254,18 @@ class VllmLoras:
                 raise EngineError(_failed(f"requests of the adapter did not end within {END_S:g} s", retryable=True))
             await asyncio.sleep(END_POLL_S)
         return len(ended)
+
+
+def capacity_of(config: Any) -> int:
+    """How many adapters a server may have; 0: none soundly. `config` is a VllmConfig with a `lora_config`.
+
+    On a CPU the last slot has to stay empty: vLLM 0.32 gives it to requests of the base model that run in one batch
+    with others, which have slot -1 there (seen with tokens that differ; `lora/ops/torch_ops`, which other platforms
+    don't use).
+    """
+    lora = config.lora_config
+    largest: int = min(lora.max_cpu_loras, MAX_LORAS)
+    return min(largest, lora.max_loras - 1) if config.device_config.device_type == "cpu" else largest
 
 
 def check_files(folder: Path, max_rank: int) -> None:

@@ -24,6 +24,7 @@ async def supervise(
     bus_config: BusConfig,
     named: Named,
     weight_roots: Sequence[str] = (),
+    lora_roots: Sequence[str] = (),
     is_small: bool = False,
     log: Path | None = None,
     policy: RestartPolicy | None = None,
@@ -34,6 +35,7 @@ async def supervise(
         model: a folder, or a name that vLLM knows.
         options: vLLM's own.
         weight_roots: folders below which `rlbus update` may load; none leaves RLBUS_WEIGHT_ROOTS as it is.
+        lora_roots: folders below which adapters may be loaded from; none leaves RLBUS_LORA_ROOTS as it is.
         is_small: add `small_machine_env()`.
         log: where the server's output goes; None is stderr, with a prefix.
 
@@ -51,7 +53,13 @@ async def supervise(
         )
 
     return await supervise_worker(
-        build, bus_config=bus_config, named=named, weight_roots=weight_roots, log=log, policy=policy
+        build,
+        bus_config=bus_config,
+        named=named,
+        weight_roots=weight_roots,
+        lora_roots=lora_roots,
+        log=log,
+        policy=policy,
     )
 
 

@@ -27,7 +27,7 @@ NO_BUS: Any = None  # only handed to what fetches
 
 def files_of(root: Path, **settings: Any) -> LoraFiles:
     """Copies below `root`, of folders below it."""
-    return LoraFiles(config_for(root, **settings), NO_BUS)
+    return LoraFiles(config_for(root, **settings), NO_BUS, "w")
 
 
 def folder_source(folder: Path) -> tuple[FolderSource, str]:
@@ -72,7 +72,7 @@ def test_copies_that_nobody_uses_go_when_there_is_no_room(tmp_path: Path) -> Non
         sums.append(checksum)
         place = asyncio.run(files.bring(source, checksum, frozenset(sums[:1])))
         os.utime(place, (number, number))
-    kept = {p.name for p in (tmp_path / "cache").iterdir()}
+    kept = {p.name for p in (tmp_path / "cache" / "w").iterdir()}
     assert kept == {sums[0], sums[2], sums[3]}
 
 
@@ -92,13 +92,13 @@ def test_temporary_folder_goes_with_its_owner_and_so_do_those_of_killed_processe
     dead, living = (tmp_path / "tmp" / f"rlbus-loras-{pid}-x" for pid in (ended.pid, os.getppid()))
     for folder in (dead, living):
         folder.mkdir(parents=True)
-    files = LoraFiles(AgentConfig(lora_roots=(str(tmp_path),)), NO_BUS)
+    files = LoraFiles(AgentConfig(lora_roots=(str(tmp_path),)), NO_BUS, "w")
     source, checksum = folder_source(fake_adapter(tmp_path / "a", "bytes"))
     place = asyncio.run(files.bring(source, checksum, NOBODY))
     assert place.is_dir()
     assert not dead.exists()
     assert living.exists()
-    heir = LoraFiles(AgentConfig(lora_roots=(str(tmp_path),)), NO_BUS, before=files)
+    heir = LoraFiles(AgentConfig(lora_roots=(str(tmp_path),)), NO_BUS, "w", before=files)
     del files
     gc.collect()
     assert asyncio.run(heir.bring(source, checksum, NOBODY)) == place
@@ -137,7 +137,7 @@ def test_fetch_that_goes_wrong_leaves_nothing(tmp_path: Path, way: str) -> None:
     files = files_of(tmp_path, fetch_object=fetching("others" if way == "other bytes" else "bytes", error))
     with pytest.raises((FaultError, OSError, asyncio.CancelledError)):
         asyncio.run(files.bring(object_source(), checksum, NOBODY))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list((tmp_path / "cache" / "w").iterdir()) == []
 
 
 def test_object_is_refused_by_a_worker_that_cant_fetch_or_hasnt_the_room(tmp_path: Path) -> None:
