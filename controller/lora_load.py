@@ -63,16 +63,16 @@ def decide(state: LoadState, event: LoadEvent) -> Decision:
     """One step."""
     if isinstance(event, Began):
         return state, Ask(Stage.CHECK, Stage.CHECK, GetLoras(), state.plan.workers)
-    if event.stop is not None and state.stop is None and not state.is_committed:
-        state = replace(state, stop=event.stop)
+    # What the frontend said last says more than that there is no time left.
+    problem = event.problem if isinstance(event, Watched) else None
+    if state.stop is None and not state.is_committed:
+        state = replace(state, stop=problem or event.stop)
     match event:
         case Answered(answers=answers):
             return _ANSWERED[state.stage](state, answers)
         case Waited():
             return _undo(state) if state.causes else _look(state)
-        case Watched(problem=problem):
-            if problem is not None and state.stop is None:
-                state = replace(state, stop=problem)
+        case Watched():
             return _undo(state) if state.causes else _commit(state)
 
 

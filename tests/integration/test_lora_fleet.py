@@ -173,9 +173,9 @@ def test_every_worker_generates_with_revision_1_then_2_as_the_merged_models_do(
         for name, expected in (("policy@2", 1), ("policy", 1), ("policy@1", 0)):
             assert await fleet.ask(name) == [adapters.expected[expected]] * 2
         assert await fleet.generations() == [Generation.RUNNING] * 2
-        cached = [sorted(p.name for p in (tmp_path / f"cache{n}").iterdir()) for n in (1, 2)]
-        assert cached[0] == cached[1]
-        assert adapter_sum(adapters.folders[0]).checksum in cached[0]
+        for number in (1, 2):
+            copies = {path.parent.name for path in (tmp_path / f"cache{number}").rglob(WEIGHTS_FILE)}
+            assert copies >= {adapter_sum(adapters.folders[0]).checksum}
         report = await fleet.client.unload_lora("policy", revision=1)
         assert await fleet.ask("policy@1") == [404, 404]
         assert await fleet.ask("policy") == [adapters.expected[1]] * 2
