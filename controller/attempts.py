@@ -63,7 +63,7 @@ def probe_s(state: UpdateState) -> float | None:
 
 
 def stall_s(state: UpdateState) -> float:
-    """How long no byte may move."""
+    """How long no byte may move on a worker."""
     asked_s = state.plan.request.stall_s
     return max(asked_s, MIN_STALL_S) if probe_s(state) is not None and len(state.crew) > 1 else asked_s
 

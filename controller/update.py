@@ -313,7 +313,7 @@ class UpdateRun:
         since_s = self._told_s if self._sender_heard_s is None else self._sender_heard_s
         if self.state.sender is Sender.JOINING:
             return min(since_s + JOINING_SILENCE_S, self._told_s + self.state.plan.group_timeout_s)
-        return since_s + stall_s(self.state) if self.state.sender is Sender.SENDING else None
+        return since_s + self.state.plan.request.stall_s if self.state.sender is Sender.SENDING else None
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ the group runs in threads.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -199,12 +200,7 @@ class Trainer(TrainerLoras):
         op_id = self._bus.new_id()
         step = as_version(version, incarnation)
         try:
-            if self._running_op_id is not None:
-                running = self._running_op_id
-                raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
-            self._check_grows(step, allow_rollback)
-            self._running_op_id = op_id
-            try:
+            with self._alone(op_id, step, allow_rollback):
                 await self._catch_ups.stop()
                 request = UpdateWeights(
                     op_id=op_id,
@@ -227,8 +223,6 @@ class Trainer(TrainerLoras):
                     snapshot=self._snapshots.offer(step, self._catch_ups.inbox),
                 )
                 report, cause = await self._announce_and_run(request, weights, on_progress)
-            finally:
-                self._running_op_id = None
         except FaultError as exc:
             if check:
                 raise
@@ -242,6 +236,19 @@ class Trainer(TrainerLoras):
         """Leave the group and free the data plane. Idempotent. Cancel: the plane may still be open."""
         await self._catch_ups.aclose()
         await self._plane.aclose()
+
+    @contextmanager
+    def _alone(self, op_id: str, version: Version, allow_rollback: bool) -> Iterator[None]:
+        """While inside, `op_id` is the one update of this trainer. Raises: RefusedError."""
+        if self._running_op_id is not None:
+            running = self._running_op_id
+            raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
+        self._check_grows(version, allow_rollback)
+        self._running_op_id = op_id
+        try:
+            yield
+        finally:
+            self._running_op_id = None
 
     def _check_grows(self, version: Version, allow_rollback: bool) -> None:
         if self.version is not None and version < self.version and not allow_rollback:

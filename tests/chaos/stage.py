@@ -36,7 +36,7 @@ NUM_CONTROLLERS = 2
 # One call of update_weights; the longest outage is 20 s.
 UPDATE_S = 60.0
 # Starting a controller or a trainer (which imports torch), on a loaded machine.
-START_S = 30.0
+START_S = 120.0
 # How many undisturbed updates may be needed before everybody is in step.
 HEAL_TRIES = 3
 LOOK_S = 0.1
