@@ -17,6 +17,7 @@ from rlbus.schemas import (
     FlushFleet,
     Generation,
     GetVersions,
+    ListLoras,
     ManifestPage,
     PauseFleet,
     ReloadFleet,
@@ -50,6 +51,7 @@ _ROUTE: dict[type[Request], str] = {
     SleepFleet: "sleep",
     WakeFleet: "wake_up",
     ReloadFleet: "update_weights_from_disk",
+    ListLoras: "list_loras",
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlbus.bus import Bus
 from rlbus.config import BusConfig
-from rlbus.connecting import connect_bus, open_kv
+from rlbus.connecting import connect_bus, open_kv, open_objects
 from rlbus.controller.reign import announce, reign
 from rlbus.controller.service import Controller, Settings
 from rlbus.schemas import Lease
@@ -95,7 +95,7 @@ async def _http_side(
 async def _serve_single(
     bus: Bus, namespace: str, settings: Settings | None, on_ready: Callable[[Controller], None] | None
 ) -> None:
-    controller = Controller(bus, namespace, settings=settings)
+    controller = Controller(bus, namespace, settings=settings, objects=open_objects(bus, namespace))
     announcing = asyncio.get_running_loop().create_task(announce(controller, bus, on_ready))
     try:
         await controller.run()

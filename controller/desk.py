@@ -25,6 +25,9 @@ RECORD_RETRY_S = 0.25
 # Ops beside the mutation at the same time: abort and versions.
 MAX_QUERIES = 64
 
+# Ops that only ask.
+QUESTIONS = frozenset({"versions", "lora_list"})
+
 Work = Callable[["Running"], Awaitable[Report]]
 # Writes an op down before it begins; raises if that can't be done.
 Record = Callable[[], Awaitable[None]]
@@ -159,7 +162,7 @@ class Desk:
         finally:
             # Also when cancelled: the next op must not find this one in its way.
             del self._running[op.op_id]
-        if op.name != "versions":  # a question may be asked again, and its answer changes
+        if op.name not in QUESTIONS:  # a question may be asked again, and its answer changes
             self.remember(op.request, report)
         if self._journal is not None and running.is_mutation:
             self._journal.end(report)

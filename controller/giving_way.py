@@ -15,7 +15,17 @@ from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Running
 from rlbus.controller.op import publish
 from rlbus.controller.registry import Member
-from rlbus.schemas import Fault, FaultCode, OpAccepted, OpProgress, Refusal, ReloadFleet, Target, UpdateWeights
+from rlbus.schemas import (
+    Fault,
+    FaultCode,
+    LoadLoraFleet,
+    OpAccepted,
+    OpProgress,
+    Refusal,
+    ReloadFleet,
+    Target,
+    UpdateWeights,
+)
 
 _log = logging.getLogger("rlbus.controller")
 
@@ -31,8 +41,8 @@ TELL_S = 1.0
 
 
 def is_catch_up(request: object) -> bool:
-    """Whether this request only brings workers to the version that the fleet has."""
-    return isinstance(request, UpdateWeights | ReloadFleet) and request.is_catch_up
+    """Whether this request only gives workers what the fleet has: its version, or an adapter."""
+    return isinstance(request, UpdateWeights | ReloadFleet | LoadLoraFleet) and request.is_catch_up
 
 
 class GivingWay:

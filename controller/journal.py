@@ -22,6 +22,7 @@ from rlbus.schemas import (
     FleetSnapshot,
     HistoryItem,
     JournalEntry,
+    LoraMark,
     MutationRequest,
     Outcome,
     Report,
@@ -33,6 +34,7 @@ _log = logging.getLogger("rlbus.controller")
 
 OPS = "op"
 VERSION_KEY = "version"
+LORAS_KEY = "loras"
 # Ops that are kept; the oldest goes first.
 MAX_ENTRIES = 256
 # Entries that are read at once when a leader begins.
@@ -62,6 +64,8 @@ class Journal:
         # By op id, oldest first.
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._mark_revision: int | None = None
+        self.lora_mark: LoraMark | None = None
+        self._lora_revision: int | None = None
         self._unwritten: dict[str, None] = {}
         self._to_delete: list[tuple[str, int]] = []
         self._has_work = asyncio.Event()
@@ -89,6 +93,9 @@ class Journal:
         mark = await self._kv.get(VERSION_KEY)
         if mark is not None:
             self.mark, self._mark_revision = decode(mark.value, FleetMark, VERSION_KEY), mark.revision
+        loras = await self._kv.get(LORAS_KEY)
+        if loras is not None:
+            self.lora_mark, self._lora_revision = decode(loras.value, LoraMark, LORAS_KEY), loras.revision
 
     @property
     def entries(self) -> tuple[JournalEntry, ...]:
@@ -116,6 +123,7 @@ class Journal:
         held: tuple[WorkerId, ...] = (),
         version: Version | None = None,
         epoch: int | None = None,
+        what: str | None = None,
     ) -> None:
         """Write down that this op begins, before it does. It may be called again if it failed, before `end`.
 
@@ -132,6 +140,7 @@ class Journal:
             num_workers=len(members),
             version=version,
             epoch=epoch,
+            what=what,
         )
         kept = _Kept(JournalEntry(item=item, request=request, members=members, boots=boots, held=held), None)
         self._kept[request.op_id] = kept
@@ -192,6 +201,11 @@ class Journal:
             self.mark = mark
             self._soon(VERSION_KEY)
 
+    def set_loras(self, mark: LoraMark) -> None:
+        """The fleet's adapters are these now."""
+        self.lora_mark = mark
+        self._soon(LORAS_KEY)
+
     async def flush(self) -> None:
         """Return when all is written, or after FLUSH_S. Cancel: leaves the rest unwritten."""
         try:
@@ -246,6 +260,16 @@ class Journal:
             if mark is self.mark:
                 self._unwritten.pop(key, None)
             return
+        if key == LORAS_KEY:
+            loras = self.lora_mark
+            assert loras is not None
+            try:
+                self._lora_revision = await self._put(key, encode(loras), self._lora_revision)
+            except PayloadTooLargeError as exc:  # hundreds of adapters from folders with very long paths
+                _log.error("journal: %s; the fleet's adapters aren't written", exc)
+            if loras is self.lora_mark:
+                self._unwritten.pop(key, None)
+            return
         kept = self._kept.get(key.removeprefix(f"{OPS}."))
         if kept is None:
             self._unwritten.pop(key, None)
@@ -291,6 +315,9 @@ class Journal:
             if key == VERSION_KEY:
                 mark: FleetMark = decode(value, FleetMark, key)
                 return mark.term > self.term
+            if key == LORAS_KEY:
+                loras: LoraMark = decode(value, LoraMark, key)
+                return loras.term > self.term
             entry: JournalEntry = decode(value, JournalEntry, key)
         except DecodeError:
             return True

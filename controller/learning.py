@@ -12,9 +12,13 @@ from rlbus.schemas import (
     DestroyGroup,
     FinishUpdate,
     Generation,
+    GetLoras,
     GetVersion,
     InitGroup,
+    LoadLora,
     LoadWeights,
+    LorasData,
+    LoraState,
     PauseGeneration,
     PauseView,
     ReceiveWeights,
@@ -24,11 +28,13 @@ from rlbus.schemas import (
     ResumeGeneration,
     Sleep,
     SleepData,
+    UnloadLora,
     WakeUp,
     WeightsData,
     WeightsState,
     WeightsView,
     WorkerStatus,
+    lora_id,
     route_of,
 )
 
@@ -65,6 +71,11 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
         case CommitWeights() | LoadWeights():
             weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
             return change(status, weights=weights)
+        case LoadLora() | UnloadLora() | GetLoras() if isinstance(result.data, LorasData) and status.loras is not None:
+            loaded = [v for v in result.data.loras if v.revision is not None and v.state is LoraState.LOADED]
+            ids = tuple(sorted(lora_id(v.name, v.revision) for v in loaded if v.revision is not None))
+            num_draining = sum(v.state is LoraState.DRAINING for v in result.data.loras)
+            return change(status, loras=change(status.loras, ids=ids, num_draining=num_draining))
         case Sleep() | WakeUp() if isinstance(result.data, SleepData):
             return change(status, asleep=result.data.asleep)
         case GetVersion() | FinishUpdate() if isinstance(result.data, WeightsData):

@@ -7,7 +7,9 @@ from typing import Any
 
 from rlbus import subjects
 from rlbus._kv import Kv
+from rlbus._objects import Objects
 from rlbus.bus import Bus
+from rlbus.connecting import open_objects
 from rlbus.controller.fence import FencedTransport
 from rlbus.controller.journal import Journal
 from rlbus.controller.leader import RETRY_S, LeaseHolder
@@ -53,6 +55,7 @@ async def reign(
     """
     holder = LeaseHolder(kv, bus.clock, name=name)
     fenced = Bus(FencedTransport(bus.transport, lambda: holder.is_held), clock=bus.clock, new_id=bus.new_id)
+    objects = open_objects(bus, namespace)
     # While nobody leads a client must not hear "nobody listens": there is a controller, which will lead in a moment.
     present = bus.transport.subscribe(subjects.all_control(namespace), lambda _: None)
     try:
@@ -61,13 +64,14 @@ async def reign(
             _log.info("this controller leads namespace %s, term %d", namespace, tenure.term)
             journal = Journal(kv, bus.clock, tenure.term)
             try:
-                why = await _lead(holder, journal, fenced, namespace, settings, on_ready)
+                why = await _lead(holder, journal, fenced, namespace, settings, on_ready, objects)
             finally:
                 await holder.release()
             _log.warning("this controller doesn't lead any more: %s; standing by", why)
             await asyncio.sleep(RETRY_S)
     finally:
         present.unsubscribe()
+        objects.close()
 
 
 async def _lead(
@@ -77,6 +81,7 @@ async def _lead(
     namespace: str,
     settings: Settings | None,
     on_ready: Callable[[Controller], None] | None,
+    objects: Objects,
 ) -> str:
     """One leadership, from its first look into the journal until it is lost; why it was."""
     assert holder.tenure is not None
@@ -89,7 +94,7 @@ async def _lead(
             if keeping.done():
                 return keeping.result()
             await asyncio.sleep(RETRY_S)
-        controller = Controller(bus, namespace, settings=settings, term=term, journal=journal)
+        controller = Controller(bus, namespace, settings=settings, term=term, journal=journal, objects=objects)
         writing = loop.create_task(journal.run(), name="journal")
         announcing = loop.create_task(announce(controller, bus, on_ready), name="announce")
         tasks += [writing, announcing]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbus import subjects
+from rlbus._objects import Objects
 from rlbus._transport import Message, Subscription
 from rlbus.bus import Bus
 from rlbus.codec import MAX_MESSAGE_BYTES
@@ -14,11 +15,13 @@ from rlbus.controller import admission
 from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.frontend import Frontend
 from rlbus.controller.giving_way import GivingWay, is_catch_up
 from rlbus.controller.greeting import Greeter
 from rlbus.controller.hearing import Hearing
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
+from rlbus.controller.lora_desk import LoraDesk
 from rlbus.controller.op import Op, publish
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
@@ -42,6 +45,8 @@ from rlbus.schemas import (
     GetHistory,
     GetVersions,
     HistoryView,
+    ListLoras,
+    LoadLoraFleet,
     ManifestPage,
     MutationRequest,
     OpAccepted,
@@ -56,6 +61,7 @@ from rlbus.schemas import (
     TensorSpec,
     TensorSum,
     TransferFleet,
+    UnloadLoraFleet,
     UpdateWeights,
     Version,
     WaitReady,
@@ -76,7 +82,7 @@ STOP_S = 8.0
 
 # Name of an op that brings workers to the version that the fleet has.
 CATCH_UP = "catch_up"
-VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions | SleepFleet | WakeFleet
+VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions | SleepFleet | WakeFleet | ListLoras
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +90,13 @@ class Settings:
     """How a controller behaves. `components` are greeted at once, others when they are first heard.
 
     `group_timeout_s` bounds the forming of a process group, and is the least backstop of each collective in it.
+    `frontend` has to show an adapter before its load counts as done; None: there is none to ask.
     """
 
     components: tuple[str, ...] = ("backend",)
     group_timeout_s: float = 60.0
     stop_s: float = STOP_S
+    frontend: Frontend | None = None
 
 
 class Controller:
@@ -96,7 +104,8 @@ class Controller:
 
     Its term is that of the lease. Without one (`rlbus controller --single`) it is the millisecond of its start, so that
     one that was restarted is newer than the one before, with or without a lease (`rlbus.connecting.open_kv`).
-    `journal` is what it writes down and finds left behind; None: nothing.
+    `journal` is what it writes down and finds left behind; None: nothing. `objects` is where adapters may come from,
+    which it frees of what was unloaded.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class Controller:
         settings: Settings | None = None,
         term: int | None = None,
         journal: Journal | None = None,
+        objects: Objects | None = None,
     ) -> None:
         self.settings = Settings() if settings is None else settings
         self.namespace = namespace
@@ -147,6 +157,14 @@ class Controller:
             self._succession = Succession(
                 journal, bus, namespace, self._desk, self._line, self._catch_ups, on_committed=self._committed
             )
+        self._loras = LoraDesk(
+            bus,
+            self._line,
+            self._desk,
+            frontend=self.settings.frontend,
+            succession=self._succession,
+            objects=objects,
+        )
 
     def abandon(self) -> None:
         """Somebody else leads: when `run` is cancelled now, nothing is taken back, since that is theirs to do."""
@@ -163,6 +181,7 @@ class Controller:
             self._bus.subscribe(subjects.all_workers(self.namespace), WorkerMessage, self._hearing.on_message)
         ]
         known = () if self._succession is None else self._succession.restore()
+        self._loras.restore()
         try:
             self._greeter.greet((*self.settings.components, *known))
             if self._succession is not None:
@@ -177,6 +196,7 @@ class Controller:
                 self._waiting.check()
                 self._giving_way.tick(loop.time())
                 self._catch_ups.tick(loop.time())
+                self._loras.tick(loop.time())
                 if self._succession is not None:
                     self._succession.keep_version()
         finally:
@@ -198,7 +218,7 @@ class Controller:
             epoch=None if self._group is None else self._group.plan.epoch,
             op_id=None if mutation is None else mutation.op.op_id,
         )
-        return self._catch_ups.explain(view)
+        return self._loras.explain(self._catch_ups.explain(view))
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -249,6 +269,11 @@ class Controller:
                 self._begin_update(request, message)
             case TransferFleet():
                 self._begin_transfer(request, message)
+            case LoadLoraFleet() | UnloadLoraFleet():
+                if not self._is_handled(request, message, is_mutation=True):
+                    refusal = self._loras.begin(request, message.reply, op)
+                    if refusal is not None:
+                        self._refuse(message, request.op_id, refusal)
             case _:
                 self._begin_verb(request, message, op)
 
@@ -334,7 +359,7 @@ class Controller:
         return problem is not None
 
     def _begin_verb(self, request: VerbRequest | ReloadFleet, message: Message, name: str) -> None:
-        is_mutation = not isinstance(request, AbortFleet | GetVersions)
+        is_mutation = not isinstance(request, AbortFleet | GetVersions | ListLoras)
         if self._is_handled(request, message, is_mutation=is_mutation):
             return
         members = self.registry.addressable(request.target)

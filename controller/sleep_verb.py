@@ -4,14 +4,12 @@ What slept before on a worker still sleeps afterwards. With level 2 the weights 
 what has fallen asleep stays asleep, and the report says which.
 """
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlbus.controller.answers import StepAnswer
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.registry import Member
-from rlbus.controller.verbs import FREE_RETRY_S, MAX_FREE_TRIES, Answers, FleetVerb
+from rlbus.controller.verbs import Answers, FleetVerb
 from rlbus.schemas import Outcome, Report, Sleep, SleepFleet, SleepTag, WakeFleet, WakeUp, WorkerId
 
 Tags = tuple[SleepTag, ...]
@@ -71,17 +69,4 @@ class SleepVerb(FleetVerb):
     async def _undo(self, groups: Mapping[Tags | None, Sequence[WorkerId]], answers: Answers) -> None:
         for number, (tags, workers) in enumerate(groups.items()):
             self._book.undone([w for w in workers if answers[w].is_ok], "sleep")
-            self._note_undo(await self._wake_again(WakeUp(tags=tags), workers, number))
-
-    async def _wake_again(self, body: WakeUp, workers: Sequence[WorkerId], number: int) -> dict[WorkerId, StepAnswer]:
-        """One that is busy ending what it was told to abandon is asked again."""
-        answers: dict[WorkerId, StepAnswer] = {}
-        left: Sequence[WorkerId] = workers
-        for attempt in range(MAX_FREE_TRIES):
-            step = f"undo-{number}-{attempt}"
-            answers.update(await self._ask("undo", step, body, left, is_final=True))
-            left = [w for w in left if answers[w].is_busy]
-            if not left:
-                break
-            await asyncio.sleep(FREE_RETRY_S)
-        return answers
+            self._note_undo(await self._asker.until_free("undo", f"undo-{number}", WakeUp(tags=tags), workers))

@@ -1,7 +1,7 @@
 """One controller's place in the line of them: what it learns from its predecessor, and leaves to its successor."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from rlbus.bus import Bus
@@ -16,10 +16,12 @@ from rlbus.controller.takeover import COMMIT_PHASE, TakeOver
 from rlbus.controller.update_state import Stage, UpdateState
 from rlbus.schemas import (
     JournalEntry,
+    LoadLoraFleet,
     MutationRequest,
     OpStatus,
     Outcome,
     Report,
+    UnloadLoraFleet,
     Version,
     WorkerId,
     split_worker_id,
@@ -56,6 +58,8 @@ class Succession:
         self._registry: Registry = line.registry
         self._on_committed = on_committed
         self._catch_ups = catch_ups
+        # Settles an op about adapters; set by who keeps those.
+        self.settle_lora: Callable[[Op, JournalEntry], Awaitable[Report]] | None = None
 
     # -- what was before ----------------------------------------------------------------------------------------------
 
@@ -105,6 +109,9 @@ class Succession:
         self.journal.take_over(op.op_id)
 
         async def work(_: Running) -> Report:
+            if isinstance(entry.request, LoadLoraFleet | UnloadLoraFleet) and self.settle_lora is not None:
+                async with one_at_a_time:
+                    return await self.settle_lora(op, entry)
             async with one_at_a_time:
                 report, version = await TakeOver(op, self._line, self._registry, entry).run()
             fleet, known = self._registry.version, self._catch_ups.snapshot
@@ -130,11 +137,14 @@ class Succession:
         held: Collection[WorkerId],
         version: Version | None = None,
         epoch: int | None = None,
+        what: str | None = None,
     ) -> Record:
         """What writes an op down before it begins."""
         names, boots = tuple(m.worker for m in members), tuple(m.boot_id for m in members)
         paused = tuple(sorted(held))
-        return lambda: self.journal.begin(request, name, names, boots=boots, held=paused, version=version, epoch=epoch)
+        return lambda: self.journal.begin(
+            request, name, names, boots=boots, held=paused, version=version, epoch=epoch, what=what
+        )
 
     def note_phase(self, state: UpdateState) -> None:
         """Write down the phases that tell the next leader what may be done; behind the update, which doesn't wait."""

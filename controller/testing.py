@@ -19,6 +19,7 @@ import msgspec
 from rlbus._snapshots import Snapshots
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
+from rlbus.connecting import open_objects
 from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import fault
 from rlbus.controller.report import Timings, update_report
@@ -274,7 +275,8 @@ async def controller_on_bus(
     Cancel: likewise.
     """
     async with Bus(broker.connect(), clock=LoopClock(), new_id=sequential_ids("ctl")) as bus:
-        controller = Controller(bus, namespace, settings=settings, term=term)
+        objects = open_objects(bus, namespace)
+        controller = Controller(bus, namespace, settings=settings, term=term, objects=objects)
         running = asyncio.get_running_loop().create_task(controller.run())
         await asyncio.sleep(0)
         try:

@@ -273,7 +273,7 @@ class TransferVerb(FleetVerb):
         """Each worker its own body; the answers up to the first that isn't ok, since the others then wait in vain."""
         self._op.enter(phase, total=len(bodies))
         stopping = self._loop.create_task(self._op.stopped.wait())
-        tasks = {self._loop.create_task(self._one(phase, w, body)): w for w, body in bodies.items()}
+        tasks = {self._loop.create_task(self._asker.one(phase, body, w)): w for w, body in bodies.items()}
         answers: dict[WorkerId, StepAnswer] = {}
         pending: set[asyncio.Task[Any]] = set(tasks)
         try:
@@ -294,11 +294,6 @@ class TransferVerb(FleetVerb):
         if self._op.stop_fault is not None:
             answers |= {w: unknown(self._op.stop_fault) for task, w in tasks.items() if task in pending}
         return answers
-
-    async def _one(self, step: str, worker: WorkerId, body: CommandBody) -> StepAnswer:
-        found: list[StepAnswer] = []
-        why = await self._fan_out(step, body, [worker], False, lambda _, answer: found.append(answer))
-        return found[0] if found else why or self._why_missing(None)
 
     async def _leave_unless_well(self, phase: str, answers: Mapping[WorkerId, StepAnswer]) -> None:
         """Where one has failed, nobody stays in the group, or in a collective without it; unless nobody began."""

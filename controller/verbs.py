@@ -6,18 +6,17 @@ to what was (unless others are at the new version already), who is torn stays pa
 """
 
 import asyncio
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.answers import StepAnswer
+from rlbus.controller.asking import Asker
 from rlbus.controller.causes import fault, named
 from rlbus.controller.leases import LEASE_S, keep, renewing
-from rlbus.controller.line import ENDING_S, Line, limits_until
-from rlbus.controller.op import PROGRESS_S, Op
-from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
+from rlbus.controller.line import Line
+from rlbus.controller.op import Op
+from rlbus.controller.op_ids import PAUSE_STEP, derive
 from rlbus.controller.report import verb_report
-from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import (
     WHOLE,
     AbortFleet,
@@ -27,8 +26,10 @@ from rlbus.schemas import (
     FaultCode,
     FlushCache,
     FlushFleet,
+    GetLoras,
     GetVersion,
     GetVersions,
+    ListLoras,
     LoadWeights,
     Outcome,
     PauseFleet,
@@ -45,13 +46,7 @@ from rlbus.schemas import (
     WorkerOutcome,
 )
 
-_log = logging.getLogger("rlbus.controller")
-
-# How often and after how many seconds a worker that is busy ending a pause is asked again to resume: 60 s in all.
-MAX_FREE_TRIES = 120
-FREE_RETRY_S = 0.5
-
-PlainVerb = ResumeFleet | FlushFleet | AbortFleet | GetVersions
+PlainVerb = ResumeFleet | FlushFleet | AbortFleet | GetVersions | ListLoras
 Answers = Mapping[WorkerId, StepAnswer]
 
 
@@ -107,6 +102,7 @@ class FleetVerb:
     def __init__(self, op: Op, line: Line, workers: Sequence[WorkerId], held: Collection[WorkerId] = ()) -> None:
         self._op = op
         self._line = line
+        self._asker = Asker(op, line)
         self._workers = tuple(workers)
         self._held = frozenset(held)
         # Whom this op has paused and not let go.
@@ -127,6 +123,8 @@ class FleetVerb:
                 body = AbortRequest(request_ids=request.request_ids)
             case GetVersions():
                 body = GetVersion()
+            case ListLoras():
+                body = GetLoras()
         self._book.note(self._op.name, await self._ask(self._op.name, self._op.name, body, self._workers))
         return self._report()
 
@@ -268,81 +266,24 @@ class FleetVerb:
 
     async def _resume(self, phase: str, workers: Sequence[WorkerId]) -> dict[WorkerId, StepAnswer]:
         """Let them generate; one that is busy ending what it was told to abandon is asked again."""
-        answers: dict[WorkerId, StepAnswer] = {}
-        left: Sequence[WorkerId] = workers
-        for number in range(MAX_FREE_TRIES):
-            step = phase if number == 0 else f"{phase}-{number + 1}"
-            answers.update(await self._ask(phase, step, ResumeGeneration(), left, is_final=True))
-            left = [w for w in left if answers[w].is_busy]
-            if not left:
-                break
-            await asyncio.sleep(FREE_RETRY_S)
-        return answers
+        return await self._asker.until_free(phase, phase, ResumeGeneration(), workers, on_answer=self._freed)
 
     async def _ask(
         self, phase: str, step: str, body: CommandBody, workers: Sequence[WorkerId], *, is_final: bool = False
     ) -> dict[WorkerId, StepAnswer]:
         """One step. `is_final`: it is neither stopped nor bound by what is left of the deadline."""
-        if not workers:
-            return {}
-        self._op.enter(phase, total=len(workers))
-        answers: dict[WorkerId, StepAnswer] = {}
 
-        def on_outcome(worker: WorkerId, answer: StepAnswer) -> None:
-            answers[worker] = answer
-            self._op.count(len(answers))
+        def on_answer(worker: WorkerId, answer: StepAnswer) -> None:
             if answer.is_ok and isinstance(body, PauseGeneration):
                 self._holding.add(worker)
-            elif answer.is_ok and isinstance(body, ResumeGeneration):
-                self._holding.discard(worker)
+            elif isinstance(body, ResumeGeneration):
+                self._freed(worker, answer)
 
-        asking = self._loop.create_task(self._fan_out(step, body, workers, is_final, on_outcome))
-        stopping = self._loop.create_task(self._op.stopped.wait())
-        waited = {asking} if is_final else {asking, stopping}
-        try:
-            while not asking.done() and (is_final or not stopping.done()):
-                await asyncio.wait(waited, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
-                self._op.tick()
-        finally:
-            for task in (asking, stopping):
-                task.cancel()
-            ended = await asyncio.gather(asking, stopping, return_exceptions=True)
-        why = ended[0] if isinstance(ended[0], StepAnswer) else self._why_missing(ended[0])
-        return {w: answers.get(w, why) for w in workers}
+        return await self._asker.ask(phase, step, body, workers, is_final=is_final, on_answer=on_answer)
 
-    def _why_missing(self, ended: object) -> StepAnswer:
-        """The answer of workers that the fan-out has none of."""
-        if self._op.stop_fault is not None:
-            return unknown(self._op.stop_fault)
-        if isinstance(ended, Exception):
-            _log.error("op %s: %s", self._op.op_id, ended, exc_info=ended)
-        return unknown(fault(FaultCode.INTERNAL, "a bug in the controller; its log has the traceback"))
-
-    async def _fan_out(
-        self, step: str, body: CommandBody, workers: Sequence[WorkerId], is_final: bool, on_outcome: object
-    ) -> StepAnswer | None:
-        """The answer of whoever has none, None if all have one. While we are disconnected (or our lease isn't renewed)
-        nothing is given up: the deadline counts, as it does for a fan-out that had begun.
-        """
-        until_s = self._loop.time() + ENDING_S if is_final else self._op.forward_until_s
-        while True:
-            limits = limits_until(self._op.forward_until_s, self._loop.time(), is_ending=is_final)
-            try:
-                await self._line.ask(
-                    body,
-                    workers,
-                    op_id=derive_step(self._op.op_id, self._line.term, step),
-                    limits=limits,
-                    on_outcome=on_outcome,  # type: ignore[arg-type]
-                )
-                return None
-            except BrokenError as exc:
-                if self._loop.time() >= until_s:
-                    why = fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True)
-                    return StepAnswer(Outcome.REFUSED, why)
-                await asyncio.sleep(FREE_RETRY_S)
-            except RLBusError as exc:
-                return unknown(fault(FaultCode.INTERNAL, str(exc)))
+    def _freed(self, worker: WorkerId, answer: StepAnswer) -> None:
+        if answer.is_ok:
+            self._holding.discard(worker)
 
     def _is_over(self) -> bool:
         """Whether something went wrong already, so that nothing further is begun."""

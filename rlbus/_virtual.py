@@ -10,7 +10,7 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from rlbus.errors import BrokenError, DeadlineError
@@ -100,6 +100,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             f"{t.get_name()} ({getattr(t.get_coro(), '__qualname__', '?')})" for t in asyncio.all_tasks(self)
         )
         return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def real_work(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
+    """While it is open, a virtual `loop` waits for real; nothing for any other loop. For who waits for a thread."""
+    return loop.real_work() if isinstance(loop, VirtualTimeLoop) else nullcontext()
 
 
 class _JumpingSelector(selectors.DefaultSelector):

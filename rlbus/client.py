@@ -24,6 +24,7 @@ from rlbus._conversation import (
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.errors import BrokenError, ConfigError, DeadlineError
+from rlbus.lora_verbs import LoraVerbs
 from rlbus.reports import raise_for_report
 from rlbus.schemas import (
     AbortFleet,
@@ -123,7 +124,7 @@ class EventStream:
             raise DeadlineError("waiting for an event", limit_s) from exc
 
 
-class FleetClient:
+class FleetClient(LoraVerbs):
     """Asks the controller of one namespace. Made by `rlbus.connect(...)` as `.fleet`; it owns nothing to close.
 
     `caller` is shown in events and in the log of who did what.

@@ -8,6 +8,7 @@ from rlbus.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlbus._kv_jetstream import JetStreamKv
+    from rlbus._objects import Objects
 
 
 async def connect_bus(config: BusConfig, *, name: str) -> Bus:
@@ -41,3 +42,22 @@ async def open_kv(bus: Bus, namespace: str) -> "JetStreamKv":
     if not isinstance(bus.transport, SupervisedTransport):
         raise ConfigError("transport", type(bus.transport).__name__, "a store needs a connection to a NATS server")
     return await JetStreamKv.open(bus.transport, f"rlbus_{namespace}", int(bus.clock.now() * 1000))
+
+
+def open_objects(bus: Bus, namespace: str, *, is_writer: bool = True) -> "Objects":
+    """The store of large things of `namespace` on the server that `bus` is connected to; nothing is asked of it yet.
+
+    `is_writer`: makes the store when it is first used. A worker only reads.
+
+    Raises: ConfigError: the bus is none that has one.
+    """
+    from rlbus._memory import MemoryTransport
+    from rlbus._objects_jetstream import JetStreamObjects
+    from rlbus._objects_memory import MemoryObjects
+    from rlbus._supervised import SupervisedTransport
+
+    if isinstance(bus.transport, MemoryTransport):
+        return MemoryObjects(bus.transport, namespace)
+    if not isinstance(bus.transport, SupervisedTransport):
+        raise ConfigError("transport", type(bus.transport).__name__, "a store needs a connection to a NATS server")
+    return JetStreamObjects(bus.transport, namespace, is_writer=is_writer)

@@ -143,6 +143,18 @@ class ConflictError(RLBusError):
         return f"{self.key}: somebody else wrote it; expected {expected}"
 
 
+class MissingError(RLBusError):
+    """What was asked for isn't there. `what` names it, `problem` says since when or why."""
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(what, problem)
+        self.what = what
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.problem}"
+
+
 class FaultError(RLBusError):
     """Somebody answered with a fault. `fault` is what they said, `who` who said it ("" if unknown)."""
 

@@ -14,7 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
 from rlbus.errors import BrokenError, ClosedError
+from rlbus.lora_verbs import LOAD_DEADLINE_S, UNLOAD_DEADLINE_S
 from rlbus.reports import UpdateReport
 from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, SleepTag, SnapshotKind, Target, Version
+from rlbus.schemas.loras import DEFAULT_DRAIN_S
 from rlbus.session import Session, connect
 from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S, Weights
 from rlbus.trainer import Trainer as AsyncTrainer
@@ -273,6 +275,59 @@ class Trainer:
                 bucket_bytes=bucket_bytes,
                 on_progress=on_progress,
                 check=check,
+            )
+        )
+
+    def load_lora(
+        self,
+        name: str,
+        adapter: Path | str | Mapping[str, Any],
+        *,
+        config: Any = None,
+        revision: int | None = None,
+        shared: bool = False,
+        target: Target = EVERYBODY,
+        hot_swap: bool = False,
+        evict_idle: bool = True,
+        pause_mode: PauseMode | str = PauseMode.KEEP,
+        deadline_s: float = LOAD_DEADLINE_S,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Let requests name an adapter on every worker; see `rlbus.AsyncTrainer.load_lora`, also for what it raises."""
+        loop, trainer = self._open_trainer()
+        return loop.call(
+            trainer.load_lora(
+                name,
+                adapter,
+                config=config,
+                revision=revision,
+                shared=shared,
+                target=target,
+                hot_swap=hot_swap,
+                evict_idle=evict_idle,
+                pause_mode=pause_mode,
+                deadline_s=deadline_s,
+                on_progress=on_progress,
+                check=check,
+            )
+        )
+
+    def unload_lora(
+        self,
+        name: str,
+        *,
+        revision: int | None = None,
+        drain_s: float = DEFAULT_DRAIN_S,
+        target: Target = EVERYBODY,
+        deadline_s: float = UNLOAD_DEADLINE_S,
+        check: bool = True,
+    ) -> Report:
+        """Let an adapter go; see `rlbus.AsyncTrainer.unload_lora`."""
+        loop, trainer = self._open_trainer()
+        return loop.call(
+            trainer.unload_lora(
+                name, revision=revision, drain_s=drain_s, target=target, deadline_s=deadline_s, check=check
             )
         )
 

@@ -35,6 +35,7 @@ from rlbus._conversation import (
 )
 from rlbus._sending import SenderHalf, SenderState, SendOrder
 from rlbus._snapshots import Kept, Snapshots
+from rlbus._trainer_loras import TrainerLoras
 from rlbus.bus import Bus
 from rlbus.client import EVERYBODY, READY_DEADLINE_S, FleetClient, as_pause_mode
 from rlbus.codec import MAX_MESSAGE_BYTES, encode
@@ -97,7 +98,7 @@ T = TypeVar("T")
 _log = logging.getLogger("rlbus.trainer")
 
 
-class Trainer:
+class Trainer(TrainerLoras):
     """Gives the fleet of one namespace new weights. Made by `rlbus.connect(...).trainer()`, closed with it.
 
     `plane` is the data plane, owned and closed by the trainer. One trainer process per fleet sends at a time.

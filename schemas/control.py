@@ -13,26 +13,13 @@ from rlbus.schemas.base import Wire
 from rlbus.schemas.faults import Fault
 from rlbus.schemas.groups import GroupPlan, Rendezvous
 from rlbus.schemas.ids import OpId, Token, WorkerId
+from rlbus.schemas.lora_ops import FleetLora, ListLoras, LoadLoraFleet, LoraBehind, LoraResult, UnloadLoraFleet
 from rlbus.schemas.membership import Descriptor, WorkerStatus
 from rlbus.schemas.pausing import PauseMode
+from rlbus.schemas.requests import Request, Target
 from rlbus.schemas.sleeping import SleepTag
 from rlbus.schemas.snapshots import SnapshotOffer
 from rlbus.schemas.weights import ManifestPage, TensorSum, Version
-
-
-class Target(Wire, frozen=True, kw_only=True):
-    """Which workers: all of the namespace (both None), those of some components, or those named."""
-
-    components: tuple[Token, ...] | None = None
-    workers: tuple[WorkerId, ...] | None = None
-
-
-class Request(Wire, frozen=True, kw_only=True, tag_field="op"):
-    """Base of requests. `op_id` is the caller's: sent again, it joins the first. `caller` is shown in events."""
-
-    op_id: OpId
-    deadline_s: float = 30.0
-    caller: str = "unknown"
 
 
 class PauseFleet(Request, frozen=True, kw_only=True, tag="pause"):
@@ -238,6 +225,9 @@ ControlRequest = (
     | SenderSignal
     | TransferFleet
     | GetHistory
+    | LoadLoraFleet
+    | UnloadLoraFleet
+    | ListLoras
 )
 
 
@@ -280,6 +270,7 @@ class Report(Wire, frozen=True, kw_only=True):
 
     `num_attempts` and `epochs` (of the groups used, in order; `epoch` is the last) tell of tries that lost somebody.
     `paused_s` is how long engines stood still (first pause sent to last resume acked): what a user pays for an update.
+    `lora` is what an op about adapters was about.
     """
 
     op_id: OpId
@@ -295,6 +286,7 @@ class Report(Wire, frozen=True, kw_only=True):
     paused_s: float = 0.0
     num_attempts: int = 1
     epochs: tuple[int, ...] = ()
+    lora: LoraResult | None = None
 
 
 class Liveness(enum.StrEnum):
@@ -307,7 +299,10 @@ class Liveness(enum.StrEnum):
 
 
 class MemberView(Wire, frozen=True, kw_only=True):
-    """One worker as the controller sees it. `admitted` is derived; `reason` says why it isn't."""
+    """One worker as the controller sees it. `admitted` is derived; `reason` says why it isn't.
+
+    `loras_behind` are adapters that the fleet has and this worker lacks, each with what is done about it.
+    """
 
     worker: WorkerId
     liveness: Liveness
@@ -317,10 +312,11 @@ class MemberView(Wire, frozen=True, kw_only=True):
     boot_id: str
     age_s: float
     reason: str | None = None
+    loras_behind: tuple[LoraBehind, ...] = ()
 
 
 class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
-    """The controller's view of a namespace."""
+    """The controller's view of a namespace. `loras` are the adapters that the fleet has."""
 
     namespace: Token
     term: int
@@ -328,13 +324,15 @@ class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
     epoch: int | None
     op_id: OpId | None
     members: tuple[MemberView, ...]
+    loras: tuple[FleetLora, ...] = ()
 
 
 class HistoryItem(Wire, frozen=True, kw_only=True):
     """One op of the journal. Dates in Unix seconds; `ended_at` and `status` are None while it runs.
 
     `term` is the leader that began it; `settled_by` the one that finished it or took it back after that leader was gone
-    (None: nobody had to). `num_ok` of `num_workers` ended ok. `phase` is the last one that was written down.
+    (None: nobody had to). `num_ok` of `num_workers` ended ok. `phase` is the last one that was written down. `what` is
+    what it was about, of an op about adapters: "policy@7".
     """
 
     op_id: OpId
@@ -351,6 +349,7 @@ class HistoryItem(Wire, frozen=True, kw_only=True):
     epoch: int | None = None
     fault: Fault | None = None
     settled_by: int | None = None
+    what: str | None = None
 
 
 class HistoryView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="history"):

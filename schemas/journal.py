@@ -14,12 +14,22 @@ from rlbus.schemas.control import (
     WakeFleet,
 )
 from rlbus.schemas.ids import WorkerId
+from rlbus.schemas.lora_ops import LoadLoraFleet, UnloadLoraFleet
 from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
 # Requests that change something on workers.
 MutationRequest = (
-    PauseFleet | ResumeFleet | FlushFleet | UpdateWeights | ReloadFleet | SleepFleet | WakeFleet | TransferFleet
+    PauseFleet
+    | ResumeFleet
+    | FlushFleet
+    | UpdateWeights
+    | ReloadFleet
+    | SleepFleet
+    | WakeFleet
+    | TransferFleet
+    | LoadLoraFleet
+    | UnloadLoraFleet
 )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlbus.adapter_objects import fetch_object
 from rlbus.bus import Bus
 from rlbus.errors import ConfigError
 from rlbus.schemas import ObjectSource, is_instance_id
@@ -176,6 +177,7 @@ class AgentConfig:
         for name in ("state_dir", "lora_cache_dir"):
             given.setdefault(name, env.get(ENV_NAMES[name]) or None)
         given.setdefault("boot_id", env.get(BOOT_ID) or None)
+        given.setdefault("fetch_object", fetch_object)
         return cls(**given)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlbus.cli import dynamo, fleet, run, sidecar_grpc, sidecars
+from rlbus.cli import dynamo, fleet, lora, run, sidecar_grpc, sidecars
 from rlbus.cli.output import EXIT_CODES
 
 _EPILOG = "Exit codes: " + "; ".join(f"{int(code)} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
@@ -39,6 +39,7 @@ app.command()(fleet.wake)
 app.command()(fleet.flush)
 app.command()(fleet.abort)
 app.command()(fleet.update)
+app.add_typer(lora.app, name="lora")
 app.command()(fleet.cancel)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
@@ -133,6 +134,7 @@ def up(
     ] = None,
     http_host: HttpHost = None,
     http_port: HttpPort = None,
+    frontend_url: FrontendUrl = None,
     namespace: Namespace = None,
     json: Json = False,
 ) -> None:
@@ -146,12 +148,14 @@ def up(
     async def serve() -> ExitCode:
         from rlbus.controller.app import serve as serve_controller
         from rlbus.controller.http.config import HttpConfig
+        from rlbus.controller.service import Settings
         from rlbus.server import EmbeddedServer
 
         http = HttpConfig.from_env(host=http_host, port=http_port)
         at: dict[str, str] = {}
         name = namespace or os.environ.get("RLBUS_NAMESPACE") or DEFAULT_NAMESPACE
         secret = token or os.environ.get("RLBUS_TOKEN") or None
+        settings = Settings(frontend=frontend_of(frontend_url))
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
             config = BusConfig(url=server.url, namespace=name)
 
@@ -173,7 +177,7 @@ def up(
                 out.line("  rlbus status\n\nCtrl-C ends it.")
 
             serving = serve_controller(
-                config, on_ready=on_ready, http=http, on_http=lambda base: at.update(http_url=base)
+                config, settings=settings, on_ready=on_ready, http=http, on_http=lambda base: at.update(http_url=base)
             )
             return await supervised(serving, server, out)
 
@@ -189,6 +193,7 @@ def controller(
     ] = False,
     http_host: HttpHost = None,
     http_port: HttpPort = None,
+    frontend_url: FrontendUrl = None,
     json: Json = False,
 ) -> None:
     """Run the controller of a namespace.
@@ -205,6 +210,7 @@ def controller(
         from rlbus.controller.http.config import HttpConfig
 
         at: dict[str, str] = {}
+        from rlbus.controller.service import Settings
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
@@ -216,6 +222,7 @@ def controller(
 
         await serve_controller(
             config,
+            settings=Settings(frontend=frontend_of(frontend_url)),
             on_ready=lambda _: tell("leader", "is up"),
             on_standby=lambda lease: tell("standby", f"stands by for {lease.name}"),
             is_single=single,

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from rlbus.cli.output import Output, age
 from rlbus.schemas import (
     AbortedData,
+    FleetLora,
     FleetView,
+    FolderSource,
     Generation,
     HistoryItem,
     HistoryView,
     Liveness,
+    LoraResult,
+    LorasData,
+    LoraSource,
+    LoraState,
     MemberView,
     Outcome,
     PausedData,
@@ -21,6 +27,7 @@ from rlbus.schemas import (
     WeightsState,
     WeightsView,
     WorkerOutcome,
+    lora_id,
 )
 
 HOW_TO_START = "start one with `rlbus worker fake`, `rlbus worker torch DIR` or `rlbus worker vllm MODEL`"
@@ -38,6 +45,7 @@ def show_workers(out: Output, view: FleetView) -> None:
     for member in view.members:
         for warning in warnings_of(member, now, is_op_running=view.op_id is not None):
             out.loud(f"{member.worker} {warning}")
+    _show_behind(out, view)
 
 
 def show_status(out: Output, view: FleetView) -> None:
@@ -51,7 +59,66 @@ def show_status(out: Output, view: FleetView) -> None:
         num_admitted = sum(member.admitted for member in there)
         ranks = sum(m.descriptor.world_size for m in there if m.liveness is Liveness.ALIVE)
         out.line(f"{counted(len(there), 'worker')}, {num_admitted} admitted, {counted(ranks, 'live rank')}")
+    if view.loras:
+        out.line(f"adapters: {', '.join(lora_id(one.name, one.revision) for one in view.loras)}")
     show_workers(out, view)
+
+
+def show_loras(out: Output, view: FleetView, report: Report) -> None:
+    """The fleet's adapters, then those of each engine, then who lacks which."""
+    now = time.time()
+    if view.loras:
+        rows = [
+            (
+                lora_id(one.name, one.revision),
+                f"{age(now - one.since)} ago",
+                _source_text(one.source),
+                one.checksum[:12],
+            )
+            for one in view.loras
+        ]
+        out.table(("ADAPTER", "LOADED", "FROM", "CHECKSUM"), rows)
+    else:
+        out.line(f"namespace {view.namespace} has no adapters")
+    for outcome in report.outcomes:
+        out.line(f"{outcome.worker}: {_loras_text(outcome)}")
+    _show_behind(out, view)
+
+
+def _lora_row(lora: FleetLora, now: float) -> Sequence[str]:
+    loaded = f"{age(now - lora.since)} ago"
+    return (lora_id(lora.name, lora.revision), loaded, _source_text(lora.source), lora.checksum[:12])
+
+
+def _show_behind(out: Output, view: FleetView) -> None:
+    for member in view.members:
+        for behind in member.loras_behind:
+            out.loud(f"{member.worker} LACKS adapter {behind.id}: {behind.note}")
+
+
+def _source_text(source: LoraSource) -> str:
+    return source.path if isinstance(source, FolderSource) else "the bus's store"
+
+
+def _loras_text(outcome: WorkerOutcome) -> str:
+    if not isinstance(outcome.data, LorasData):
+        return "doesn't say" if outcome.fault is None else outcome.fault.message
+    texts = []
+    for view in outcome.data.loras:
+        name = view.name if view.revision is None else lora_id(view.name, view.revision)
+        state = "" if view.state is LoraState.LOADED else f" {view.state.value}"
+        flight = "" if not view.num_in_flight else f" ({counted(view.num_in_flight, 'request')} in flight)"
+        texts.append(f"{name}{state}{flight}")
+    return f"{', '.join(texts) or 'none'}; {len(texts)} of {outcome.data.capacity} places"
+
+
+def lora_text(lora: LoraResult) -> str:
+    """What an op about adapters came to, in a line."""
+    parts = [", ".join(lora.ids) or "none"]
+    parts += ["hot swap, nobody was paused"] if lora.hot_swap else []
+    parts += [f"made room: {', '.join(lora.evicted)}"] if lora.evicted else []
+    parts += [f"still with requests on {counted(lora.num_draining, 'worker')}"] if lora.num_draining else []
+    return f"adapter {'; '.join(parts)}"
 
 
 def show_history(out: Output, view: HistoryView) -> None:
@@ -70,7 +137,7 @@ def _history_row(item: HistoryItem, now: float) -> Sequence[str]:
     notes += [] if item.fault is None else [f"{item.fault.message} [{item.fault.code.value}]"]
     return (
         f"{age(now - item.began_at)} ago",
-        item.op,
+        item.op if item.what is None else f"{item.op} {item.what}",
         item.op_id,
         item.caller,
         str(item.term),

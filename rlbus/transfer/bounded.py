@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from rlbus._virtual import real_work
 from rlbus.errors import DeadlineError, TransferError
 
 T = TypeVar("T")
@@ -131,6 +132,7 @@ async def run_in_thread(work: Callable[[], T], *, name: str) -> T:
             loop.call_soon_threadsafe(wake)
 
     job = _Job(work, name)
-    job.start(on_done)
-    await ended
+    with real_work(loop):
+        job.start(on_done)
+        await ended
     return job.result()

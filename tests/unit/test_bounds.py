@@ -10,11 +10,14 @@ from rlbus._kv import Kv
 from rlbus._kv_jetstream import JetStreamKv
 from rlbus._kv_memory import MemoryKv
 from rlbus._memory import MemoryTransport
+from rlbus._objects import Objects
+from rlbus._objects_jetstream import JetStreamObjects
+from rlbus._objects_memory import MemoryObjects
 from rlbus._supervised import SupervisedTransport
 from rlbus._transport import Transport
 from rlbus.bus import Bus, ReplyStream
 from rlbus.client import FleetClient
-from rlbus.schemas.control import Request
+from rlbus.schemas.requests import Request
 from rlbus.trainer import Trainer
 from rlbus.transfer.fake import FakePlane, FakeSource
 from rlbus.transfer.gloo_group import GlooGroup
@@ -93,6 +96,8 @@ def test_every_question_to_a_peer_has_a_limit(kind: type[Any]) -> None:
         (Transport, SupervisedTransport),
         (Kv, MemoryKv),
         (Kv, JetStreamKv),
+        (Objects, MemoryObjects),
+        (Objects, JetStreamObjects),
         (SenderPlane, FakePlane),
         (SenderPlane, TorchPlane),
         (WeightSource, FakeSource),

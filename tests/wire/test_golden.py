@@ -73,6 +73,7 @@ OBJECT = s.ObjectSource(bucket="rlbus_loras", key="policy/7", sha256="f0" * 32, 
 TARGET = s.Target(components=("backend",), workers=(s.worker_id("backend", "7"),))
 WHO: dict[str, Any] = {"op_id": "op-1", "component": "backend", "instance_id": "7", "boot_id": "boot-1"}
 ASKED: dict[str, Any] = {"op_id": "op-1", "deadline_s": 12.5, "caller": "trainer-0"}
+FLEET_LORA = s.FleetLora(name="policy", revision=7, checksum=SHA, source=OBJECT, since=1.5, op_id="op-7", target=TARGET)
 EVENT: dict[str, Any] = {"component": "backend", "instance_id": "7", "at": 1700000000.5, "op_id": "op-1"}
 
 OFFER = s.SnapshotOffer(kind=s.SnapshotKind.MEMORY, inbox="_INBOX.a.1", path="/snapshots/1.41")
@@ -152,6 +153,7 @@ REPORT = s.Report(
     paused_s=0.75,
     num_attempts=2,
     epochs=(11, 12),
+    lora=s.LoraResult(ids=("policy@7",), checksum=SHA, hot_swap=True, evicted=("policy@3",), num_draining=1),
 )
 
 
@@ -271,8 +273,10 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
                     boot_id="boot-1",
                     age_s=12.5,
                     reason="suspect",
+                    loras_behind=(s.LoraBehind(id="policy@7", note="is given it next"),),
                 ),
             ),
+            loras=(FLEET_LORA,),
         ),
     ),
     (s.WorkerEvent, s.GenerationPaused(**EVENT, mode="keep", owner="op-1", expires_at=1700000030.5)),
@@ -305,8 +309,32 @@ HISTORY_ITEM = s.HistoryItem(
     epoch=3,
     fault=FAULT,
     settled_by=5,
+    what="policy@7",
 )
 EXAMPLES += (
+    (
+        s.ControlRequest,
+        s.LoadLoraFleet(
+            **ASKED,
+            name="policy",
+            source=OBJECT,
+            checksum=SHA,
+            revision=7,
+            target=TARGET,
+            pause_mode=s.PauseMode.WAIT,
+            hot_swap=True,
+            evict_idle=True,
+            is_catch_up=True,
+        ),
+    ),
+    (s.ControlRequest, s.UnloadLoraFleet(**ASKED, name="policy", revision=7, drain_s=60.0, target=TARGET)),
+    (s.ControlRequest, s.ListLoras(**ASKED, target=TARGET)),
+    (
+        s.LoraMark,
+        s.LoraMark(
+            term=7, op_id="op-7", loras=(FLEET_LORA,), past=(s.PastRevision(name="policy", revision=6, checksum=SHA),)
+        ),
+    ),
     (s.ControlRequest, s.GetHistory(**ASKED, limit=5)),
     (s.ControlReply, s.HistoryView(namespace="prod", term=4, items=(HISTORY_ITEM,))),
     (

@@ -8,7 +8,18 @@ import pytest
 
 from rlbus.controller.journal import MAX_ENTRIES, Journal
 from rlbus.errors import DeadlineError
-from rlbus.schemas import FlushFleet, OpStatus, Outcome, Report, Version, WorkerId, WorkerOutcome
+from rlbus.schemas import (
+    FleetLora,
+    FlushFleet,
+    FolderSource,
+    LoraMark,
+    OpStatus,
+    Outcome,
+    Report,
+    Version,
+    WorkerId,
+    WorkerOutcome,
+)
 from rlbus.testing import Faults, LoopClock, MemoryBroker, MemoryKv, MemoryTransport, run
 
 pytestmark = pytest.mark.unit
@@ -184,3 +195,50 @@ def test_the_version_is_written_once_for_each_change_and_with_what_a_rollback_le
         assert (mark.version, mark.rolled_back_from, mark.term) == (Version(step=5), Version(step=8), 10)
 
     with_journal(scenario)
+
+
+def mark(term: int, *paths: str) -> LoraMark:
+    """A fleet with an adapter from each of these folders."""
+    loras = tuple(
+        FleetLora(
+            name=f"n{number}", revision=1, checksum="a" * 64, source=FolderSource(path=path), since=1.0, op_id="op"
+        )
+        for number, path in enumerate(paths)
+    )
+    return LoraMark(term=term, op_id="op", loras=loras)
+
+
+def test_the_fleets_adapters_are_written_behind_and_read_by_the_next_leader() -> None:
+    """The newest state; one that fits no message is left out, and the journal goes on."""
+
+    async def scenario(transport: MemoryTransport, journal: Journal) -> None:
+        for number in range(3):
+            journal.set_loras(mark(10, f"/a{number}"))
+        await journal.flush()
+        assert (await opened(transport, 11)).lora_mark == mark(10, "/a2")
+        journal.set_loras(mark(10, *("/" + "x" * 4000 for _ in range(256))))
+        journal.set_version(Version(step=8), None)
+        await journal.flush()
+        after = await opened(transport, 11)
+        assert after.lora_mark == mark(10, "/a2")
+        assert after.mark is not None
+
+    with_journal(scenario)
+
+
+def test_a_later_leaders_adapters_end_this_one() -> None:
+    """As with everything else that it wrote."""
+
+    async def main() -> None:
+        transport = MemoryBroker().connect()
+        old, new = await opened(transport, 10), await opened(transport, 11)
+        writing = asyncio.create_task(new.run())
+        new.set_loras(mark(11, "/new"))
+        await new.flush()
+        old.set_loras(mark(10, "/old"))
+        assert "somebody else" in await old.run()
+        assert (await opened(transport, 12)).lora_mark == mark(11, "/new")
+        writing.cancel()
+        await asyncio.wait({writing})
+
+    run(main())

@@ -1,0 +1,130 @@
+"""One step of an op: a command to some workers, with an answer for each, whatever happens to the bus meanwhile."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from rlbus.controller.answers import StepAnswer, unknown
+from rlbus.controller.causes import fault
+from rlbus.controller.line import ENDING_S, Line, limits_until
+from rlbus.controller.op import PROGRESS_S, Op
+from rlbus.controller.op_ids import derive_step
+from rlbus.errors import BrokenError, RLBusError
+from rlbus.schemas import CommandBody, FaultCode, Outcome, WorkerId
+
+_log = logging.getLogger("rlbus.controller")
+
+# How often and after how many seconds a worker that is busy ending something is asked again: 60 s in all.
+MAX_FREE_TRIES = 120
+FREE_RETRY_S = 0.5
+
+OnAnswer = Callable[[WorkerId, StepAnswer], None]
+
+
+class Asker:
+    """Asks the workers of one op. `on_answer` hears of each answer when it comes."""
+
+    def __init__(self, op: Op, line: Line) -> None:
+        self._op = op
+        self._line = line
+        self._loop = asyncio.get_running_loop()
+
+    async def ask(
+        self,
+        phase: str,
+        step: str,
+        body: CommandBody,
+        workers: Sequence[WorkerId],
+        *,
+        is_final: bool = False,
+        on_answer: OnAnswer | None = None,
+    ) -> dict[WorkerId, StepAnswer]:
+        """One step. `is_final`: it is neither stopped nor bound by what is left of the deadline.
+
+        Cancel: what was sent goes on.
+        """
+        if not workers:
+            return {}
+        self._op.enter(phase, total=len(workers))
+        answers: dict[WorkerId, StepAnswer] = {}
+
+        def on_outcome(worker: WorkerId, answer: StepAnswer) -> None:
+            answers[worker] = answer
+            self._op.count(len(answers))
+            if on_answer is not None:
+                on_answer(worker, answer)
+
+        asking = self._loop.create_task(self._fan_out(step, body, workers, is_final, on_outcome))
+        stopping = self._loop.create_task(self._op.stopped.wait())
+        waited = {asking} if is_final else {asking, stopping}
+        try:
+            while not asking.done() and (is_final or not stopping.done()):
+                await asyncio.wait(waited, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+                self._op.tick()
+        finally:
+            for task in (asking, stopping):
+                task.cancel()
+            ended = await asyncio.gather(asking, stopping, return_exceptions=True)
+        why = ended[0] if isinstance(ended[0], StepAnswer) else self._why_missing(ended[0])
+        return {w: answers.get(w, why) for w in workers}
+
+    async def until_free(
+        self,
+        phase: str,
+        step: str,
+        body: CommandBody,
+        workers: Sequence[WorkerId],
+        *,
+        on_answer: OnAnswer | None = None,
+    ) -> dict[WorkerId, StepAnswer]:
+        """A final step; one that is busy ending what it was told to abandon is asked again. Cancel: as `ask`."""
+        answers: dict[WorkerId, StepAnswer] = {}
+        left: Sequence[WorkerId] = workers
+        for number in range(MAX_FREE_TRIES):
+            name = step if number == 0 else f"{step}-{number + 1}"
+            answers.update(await self.ask(phase, name, body, left, is_final=True, on_answer=on_answer))
+            left = [w for w in left if answers[w].is_busy]
+            if not left:
+                break
+            await asyncio.sleep(FREE_RETRY_S)
+        return answers
+
+    async def one(self, step: str, body: CommandBody, worker: WorkerId) -> StepAnswer:
+        """A command to one worker, beside others of the same step, which the caller counts and stops. Cancel: as `ask`."""
+        found: list[StepAnswer] = []
+        why = await self._fan_out(step, body, [worker], False, lambda _, answer: found.append(answer))
+        return found[0] if found else why or self._why_missing(None)
+
+    def _why_missing(self, ended: object) -> StepAnswer:
+        """The answer of workers that the fan-out has none of."""
+        if self._op.stop_fault is not None:
+            return unknown(self._op.stop_fault)
+        if isinstance(ended, Exception):
+            _log.error("op %s: %s", self._op.op_id, ended, exc_info=ended)
+        return unknown(fault(FaultCode.INTERNAL, "a bug in the controller; its log has the traceback"))
+
+    async def _fan_out(
+        self, step: str, body: CommandBody, workers: Sequence[WorkerId], is_final: bool, on_outcome: OnAnswer
+    ) -> StepAnswer | None:
+        """The answer of whoever has none, None if all have one. While we are disconnected (or our lease isn't renewed)
+        nothing is given up: the deadline counts, as it does for a fan-out that had begun.
+        """
+        until_s = self._loop.time() + ENDING_S if is_final else self._op.forward_until_s
+        while True:
+            limits = limits_until(self._op.forward_until_s, self._loop.time(), is_ending=is_final)
+            try:
+                await self._line.ask(
+                    body,
+                    workers,
+                    op_id=derive_step(self._op.op_id, self._line.term, step),
+                    limits=limits,
+                    on_outcome=on_outcome,
+                )
+                return None
+            except BrokenError as exc:
+                if self._loop.time() >= until_s:
+                    why = fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True)
+                    return StepAnswer(Outcome.REFUSED, why)
+                await asyncio.sleep(FREE_RETRY_S)
+            except RLBusError as exc:
+                return unknown(fault(FaultCode.INTERNAL, str(exc)))

@@ -1,0 +1,191 @@
+"""Which adapters the fleet has, and which revisions were ever given. No I/O; `mark` and `restore` are for the journal.
+
+Invariants: a name@revision stands for one checksum for ever, also after it was unloaded, and also for the next leader;
+a revision that an op was begun with is never given out again by number, whatever became of that op.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
+
+from rlbus.controller.causes import fault
+from rlbus.controller.lora_state import Kept
+from rlbus.schemas import (
+    MAX_REVISION,
+    Fault,
+    FaultCode,
+    FleetLora,
+    JournalEntry,
+    LoadLoraFleet,
+    LoraMark,
+    Outcome,
+    PastRevision,
+    Target,
+    UnloadLoraFleet,
+    WorkerStatus,
+    lora_id,
+    split_lora_id,
+)
+
+EVERYBODY = Target()
+# Adapters that a fleet may have. Source: rlbus.schemas.loras.MAX_LORAS, what one worker may have.
+MAX_FLEET_LORAS = 256
+# Revisions that are remembered with their checksums; the oldest goes first, but the newest of a name stays.
+MAX_PAST = 1024
+
+
+class LoraBook:
+    """The fleet's adapters. Called on the loop; never waits."""
+
+    def __init__(self) -> None:
+        # The last op that counts in it.
+        self.op_id: str | None = None
+        # By id, in the order in which they came.
+        self._loras: dict[str, FleetLora] = {}
+        # (name, revision) -> checksum, in the order in which they were first given.
+        self._past: dict[tuple[str, int], str] = {}
+        # Name -> largest revision.
+        self._newest: dict[str, int] = {}
+
+    @property
+    def loras(self) -> tuple[FleetLora, ...]:
+        """What the fleet has, oldest first."""
+        return tuple(self._loras.values())
+
+    def get(self, name: str, revision: int) -> FleetLora | None:
+        """One adapter that the fleet has."""
+        return self._loras.get(lora_id(name, revision))
+
+    def revisions(self, name: str) -> tuple[int, ...]:
+        """Those of a name that the fleet has, smallest first."""
+        return tuple(sorted(one.revision for one in self._loras.values() if one.name == name))
+
+    def kept(self) -> Mapping[str, Kept]:
+        """What can be given to workers, by id."""
+        return {i: Kept(one.name, one.revision, one.checksum, one.source) for i, one in self._loras.items()}
+
+    def next_revision(self, name: str, statuses: Iterable[WorkerStatus]) -> int:
+        """The number of a name's next revision: above all that were given, and all that any worker has."""
+        return max([self._newest.get(name, 0), *revisions_on(name, statuses)]) + 1
+
+    def problem(self, name: str, revision: int, checksum: str) -> Fault | None:
+        """Why this revision can't stand for these bytes, None: it can."""
+        known = self._past.get((name, revision))
+        if revision > MAX_REVISION:
+            return fault(FaultCode.BAD_MESSAGE, f"revision {revision} is over {MAX_REVISION}", revision=revision)
+        if known is not None and known != checksum:
+            message = f"{lora_id(name, revision)} stands for other bytes ({known[:12]}) for ever; use the next revision"
+            return fault(FaultCode.REVISION_TAKEN, message, lora=lora_id(name, revision), checksum=known)
+        if known is None and self.get(name, revision) is None and len(self._loras) >= MAX_FLEET_LORAS:
+            message = f"the fleet has {MAX_FLEET_LORAS} adapters; unload some"
+            return fault(FaultCode.NO_CAPACITY, message, capacity=MAX_FLEET_LORAS)
+        return None
+
+    def give(self, name: str, revision: int, checksum: str) -> None:
+        """An op begins with this revision."""
+        self._past.setdefault((name, revision), checksum)
+        self._newest[name] = max(revision, self._newest.get(name, 0))
+        while len(self._past) > MAX_PAST:
+            old = next(((n, r) for n, r in self._past if r != self._newest.get(n)), next(iter(self._past)))
+            del self._past[old]
+            if self._newest.get(old[0]) == old[1]:
+                del self._newest[old[0]]
+
+    def add(self, lora: FleetLora) -> None:
+        """The fleet has this one now; one that it had is meant for the workers of both loads."""
+        self.give(lora.name, lora.revision, lora.checksum)
+        known = self.get(lora.name, lora.revision)
+        if known is not None:
+            lora = replace(lora, target=both(known.target, lora.target), since=known.since)
+        self._loras[lora_id(lora.name, lora.revision)] = lora
+        self.op_id = lora.op_id
+
+    def remove(self, ids: Iterable[str], op_id: str, target: Target = EVERYBODY) -> tuple[FleetLora, ...]:
+        """The workers of `target` don't have these any more. Those that the fleet had: one that is meant for others,
+        too, is still the fleet's.
+        """
+        self.op_id = op_id
+        found = [i for i in ids if i in self._loras and covers(target, self._loras[i].target)]
+        return tuple(self._loras.pop(i) for i in found)
+
+    def uses(self, key: str) -> bool:
+        """Whether an adapter that the fleet has comes from this object of the store."""
+        return any(getattr(one.source, "key", None) == key for one in self._loras.values())
+
+    # -- what outlives a leader ---------------------------------------------------------------------------------------
+
+    def mark(self, term: int) -> LoraMark:
+        """All of it, to be written down."""
+        past = tuple(PastRevision(name=n, revision=r, checksum=c) for (n, r), c in self._past.items())
+        return LoraMark(term=term, op_id=self.op_id, loras=self.loras, past=past)
+
+    def restore(self, mark: LoraMark | None, entries: Iterable[JournalEntry]) -> None:
+        """What the leader before knew: its mark, and the ops since, which it may not have lived to count."""
+        if mark is not None:
+            for past in mark.past:
+                self.give(past.name, past.revision, past.checksum)
+            for one in mark.loras:
+                self.add(one)
+            self.op_id = mark.op_id
+        is_new = mark is None or mark.op_id is None
+        for entry in entries:
+            if is_new:
+                self._recall(entry)
+            is_new = is_new or entry.item.op_id == (mark and mark.op_id)
+
+    def _recall(self, entry: JournalEntry) -> None:
+        request, report = entry.request, entry.report
+        parts = split_lora_id(entry.item.what or "")
+        if isinstance(request, LoadLoraFleet) and parts is not None:
+            self.give(*parts, request.checksum)
+            outcomes = () if report is None else report.outcomes
+            if outcomes and all(o.outcome is Outcome.OK for o in outcomes) and not request.is_catch_up:
+                self.add(fleet_lora(request, parts[1], entry.item.began_at))
+                evicted = () if report is None or report.lora is None else report.lora.evicted
+                self.remove(evicted, request.op_id)
+        elif isinstance(request, UnloadLoraFleet) and report is not None and report.lora is not None:
+            self.remove(report.lora.ids, request.op_id, request.target)
+
+
+def covers(target: Target, of: Target) -> bool:
+    """Whether every worker that `of` means is one that `target` means."""
+    if target == EVERYBODY:
+        return True
+    if target.workers is not None:
+        return of.workers is not None and set(of.workers) <= set(target.workers)
+    return of.components is not None and set(of.components) <= set(target.components or ())
+
+
+def both(one: Target, other: Target) -> Target:
+    """The workers of either; of two that can't be put together the later one's."""
+    if EVERYBODY in (one, other):
+        return EVERYBODY
+    if one.workers is not None and other.workers is not None:
+        return Target(workers=tuple(sorted({*one.workers, *other.workers})))
+    if one.components is not None and other.components is not None:
+        return Target(components=tuple(sorted({*one.components, *other.components})))
+    return other
+
+
+def fleet_lora(request: LoadLoraFleet, revision: int, at: float) -> FleetLora:
+    """What the fleet has after this request. `at` in Unix seconds."""
+    return FleetLora(
+        name=request.name,
+        revision=revision,
+        checksum=request.checksum,
+        source=request.source,
+        since=at,
+        op_id=request.op_id,
+        target=request.target,
+    )
+
+
+def revisions_on(name: str, statuses: Iterable[WorkerStatus]) -> set[int]:
+    """The revisions of a name that workers say they have."""
+    found: set[int] = set()
+    for status in statuses:
+        for one in () if status.loras is None else status.loras.ids:
+            parts = split_lora_id(one)
+            if parts is not None and parts[0] == name:
+                found.add(parts[1])
+    return found

@@ -1,0 +1,207 @@
+"""Gives workers the adapters that the fleet has and they lack (restarted, new), while nothing else runs.
+
+Admission stays a matter of weights: a worker that lacks an adapter refuses requests that name it, never answers them
+with the base model. Invariants: at most one load at a time, of one adapter, on those workers alone; nobody is paused;
+any other mutation takes its place. What can't be given (its source is gone, no room) is tried again after ever longer
+waits, and shown in the fleet's view until it is there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rlbus.bus import Bus
+from rlbus.controller.catch_up import FIRST_RETRY_S, MAX_AT_ONCE, MAX_RETRY_S, SETTLE_S
+from rlbus.controller.catching_up import CALLER, LOOK_S, RELOAD_DEADLINE_S
+from rlbus.controller.desk import Desk
+from rlbus.controller.lora_book import LoraBook
+from rlbus.controller.op_ids import derive
+from rlbus.controller.registry import Member, Registry
+from rlbus.schemas import (
+    Fault,
+    FaultCode,
+    FleetLora,
+    FleetView,
+    Generation,
+    Liveness,
+    LoadLoraFleet,
+    LoraBehind,
+    MemberView,
+    Outcome,
+    Report,
+    Target,
+    WorkerId,
+    lora_id,
+)
+
+_log = logging.getLogger("rlbus.controller")
+
+# Adapters that a worker's status names at most; beyond it only its own list tells. Source: rlbus.workers.loras.
+MAX_STATUS_IDS = 64
+# (worker, its boot, id of the adapter).
+Lack = tuple[WorkerId, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How far giving one adapter to one boot of a worker is. `next_s`: not before, in loop time."""
+
+    next_s: float
+    num_failed: int = 0
+    why: str | None = None
+
+
+def lacks(lora: FleetLora, member: Member, registry: Registry) -> bool:
+    """Whether this worker should have the adapter, can be addressed, and doesn't have it. Pure."""
+    target, loras = lora.target, member.status.loras
+    if target.workers is not None and member.worker not in target.workers:
+        return False
+    if target.components is not None and member.descriptor.component not in target.components:
+        return False
+    if loras is None or "load_lora" not in member.descriptor.routes or member.liveness is not Liveness.ALIVE:
+        return False
+    is_named = lora_id(lora.name, lora.revision) in loras.ids or len(loras.ids) >= MAX_STATUS_IDS
+    return not is_named and registry.refusal(member) is None
+
+
+def failed(attempt: Attempt, why: str, now_s: float) -> Attempt:
+    """The attempt after one more failure. Pure."""
+    wait_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(attempt.num_failed, 16))
+    return Attempt(now_s + wait_s, attempt.num_failed + 1, why)
+
+
+class LoraCatchUps:
+    """The adapters' catch-ups of one controller; `tick` it. `begin` takes a request of ours as if it had come in."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registry: Registry,
+        desk: Desk,
+        book: LoraBook,
+        begin: Callable[[LoadLoraFleet], Fault | None],
+    ) -> None:
+        self._bus = bus
+        self._registry = registry
+        self._desk = desk
+        self._book = book
+        self._begin = begin
+        self._attempts: dict[Lack, Attempt] = {}
+        # The running one: its op, and what it is to end.
+        self._current: tuple[str, tuple[Lack, ...]] | None = None
+        self._look_at_s = float("-inf")
+
+    def tick(self, now_s: float) -> None:
+        """See how the running one goes on, or begin one. Called several times a second."""
+        if self._current is not None:
+            self._check(*self._current, now_s)
+            return
+        if self._desk.mutation is not None:
+            self._look_at_s = now_s + SETTLE_S
+            return
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        lacking = self._lacking()
+        new = Attempt(now_s + SETTLE_S)
+        self._attempts = {lack: self._attempts.get(lack, new) for lacks in lacking.values() for lack in lacks}
+        for lora_key, lacks_of in lacking.items():
+            due = tuple(x for x in lacks_of if self._attempts[x].next_s <= now_s and self._is_free(x[0]))[:MAX_AT_ONCE]
+            lora = next(one for one in self._book.loras if lora_id(one.name, one.revision) == lora_key)
+            if due:
+                self._give(lora, due, now_s)
+                return
+
+    def explain(self, view: FleetView) -> FleetView:
+        """The view, with the fleet's adapters and who lacks which."""
+        now_s = asyncio.get_running_loop().time()
+        members = tuple(self._explained(member, now_s) for member in view.members) if self._book.loras else view.members
+        return msgspec.structs.replace(view, loras=self._book.loras, members=members)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _lacking(self) -> dict[str, tuple[Lack, ...]]:
+        members = self._registry.members()
+        found: dict[str, tuple[Lack, ...]] = {}
+        for lora in self._book.loras:
+            key = lora_id(lora.name, lora.revision)
+            found[key] = tuple((m.worker, m.boot_id, key) for m in members if lacks(lora, m, self._registry))
+        return found
+
+    def _is_free(self, worker: WorkerId) -> bool:
+        member = self._registry.get(worker)
+        return member is not None and member.status.op_id is None and member.status.generation is not Generation.UNKNOWN
+
+    def _give(self, lora: FleetLora, due: tuple[Lack, ...], now_s: float) -> None:
+        op_id = derive(self._bus.new_id(), CALLER)
+        workers = tuple(worker for worker, _, _ in due)
+        _log.info("op %s: giving %s to %s", op_id, lora_id(lora.name, lora.revision), ", ".join(workers))
+        why = self._begin(
+            LoadLoraFleet(
+                op_id=op_id,
+                deadline_s=RELOAD_DEADLINE_S,
+                caller=CALLER,
+                name=lora.name,
+                revision=lora.revision,
+                checksum=lora.checksum,
+                source=lora.source,
+                target=Target(workers=workers),
+                is_catch_up=True,
+            )
+        )
+        self._current = (op_id, due)
+        if why is not None:
+            self._end(due, now_s, lambda _: why.message)
+
+    def _check(self, op_id: str, due: tuple[Lack, ...], now_s: float) -> None:
+        if self._desk.running(op_id) is not None:
+            return
+        report = self._desk.report_of(op_id)
+        if report is None:
+            self._end(due, now_s, lambda _: "it ended without a report")
+        elif report.fault is not None and report.fault.code is FaultCode.CANCELLED:
+            self._current = None  # another op took its place: that counts for nothing
+        else:
+            self._end(due, now_s, lambda worker: _why(report, worker))
+
+    def _end(self, due: tuple[Lack, ...], now_s: float, why: Callable[[WorkerId], str | None]) -> None:
+        self._current = None
+        for lack in due:
+            problem = why(lack[0])
+            if problem is not None and lack in self._attempts:
+                _log.warning("%s isn't given %s: %s", lack[0], lack[2], problem)
+                self._attempts[lack] = failed(self._attempts[lack], problem, now_s)
+
+    def _explained(self, view: MemberView, now_s: float) -> MemberView:
+        member = self._registry.get(view.worker)
+        if member is None:
+            return view
+        behind = tuple(
+            LoraBehind(id=lora_id(lora.name, lora.revision), note=self._note(member, lora, now_s))
+            for lora in self._book.loras
+            if lacks(lora, member, self._registry)
+        )
+        return msgspec.structs.replace(view, loras_behind=behind)
+
+    def _note(self, member: Member, lora: FleetLora, now_s: float) -> str:
+        lack = (member.worker, member.boot_id, lora_id(lora.name, lora.revision))
+        if self._current is not None and lack in self._current[1]:
+            return "is given it now"
+        attempt = self._attempts.get(lack)
+        if attempt is None or attempt.why is None:
+            return "is given it next"
+        tries = "once" if attempt.num_failed == 1 else f"{attempt.num_failed} times"
+        return f"giving it failed {tries} ({attempt.why}); tried again in {max(0.0, attempt.next_s - now_s):.0f} s"
+
+
+def _why(report: Report, worker: WorkerId) -> str | None:
+    """Why this worker doesn't have it after all, None: it does."""
+    outcome = next((o for o in report.outcomes if o.worker == worker), None)
+    if outcome is not None and outcome.outcome is Outcome.OK:
+        return None
+    own = None if outcome is None else outcome.fault
+    why = own or report.fault
+    return "it ended without a cause" if why is None else why.message

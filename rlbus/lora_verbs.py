@@ -1,0 +1,171 @@
+"""What is asked of the controller about adapters (LoRA): load one on the whole fleet, unload it, list them.
+
+```python
+report = await fleet.load_lora("policy", "out/checkpoint-7")        # through the bus's store: no shared folder needed
+report = await fleet.load_lora("policy", "/shared/policy/8", shared=True)   # every worker reads it there
+```
+Requests then name "policy@7", or "policy" for the newest revision.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rlbus._conversation import ProgressHandler
+from rlbus.adapter import AdapterError, adapter_sum
+from rlbus.adapter_objects import upload
+from rlbus.bus import Bus
+from rlbus.connecting import open_objects
+from rlbus.errors import ConfigError
+from rlbus.schemas import (
+    MAX_REVISION,
+    FolderSource,
+    ListLoras,
+    LoadLoraFleet,
+    LoraSource,
+    PauseMode,
+    Report,
+    Target,
+    UnloadLoraFleet,
+    is_lora_name,
+)
+from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S
+
+EVERYBODY = Target()
+# Defaults of deadlines, in seconds: a load (workers fetch hundreds of MiB, engines compile nothing), an unload, a list.
+LOAD_DEADLINE_S = 120.0
+UNLOAD_DEADLINE_S = 30.0
+LIST_DEADLINE_S = 10.0
+
+
+class LoraVerbs:
+    """The part of `rlbus.FleetClient` that is about adapters."""
+
+    bus: Bus
+    namespace: str
+    caller: str
+
+    async def load_lora(
+        self,
+        name: str,
+        folder: Path | str,
+        target: Target = EVERYBODY,
+        *,
+        revision: int | None = None,
+        shared: bool = False,
+        checksum: str | None = None,
+        hot_swap: bool = False,
+        evict_idle: bool = False,
+        pause_mode: PauseMode | str = PauseMode.KEEP,
+        deadline_s: float = LOAD_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Let requests name the PEFT adapter of `folder` on every worker, or on none; `report.lora` says as what.
+
+        Args:
+            folder: read here and put into the bus's store; with `shared`, the path under which every worker reads it,
+                below one of its adapter roots.
+            revision: None takes the name's next one. One that was given before stands for the same bytes for ever.
+            checksum: of the files, for a shared folder that can't be read here; else it is computed.
+            hot_swap: replace the newest older revision in its place without a pause, if every engine can do that.
+            evict_idle: where all places are taken, idle older revisions of the name make room.
+
+        Raises: as `FleetClient.pause`; CapacityError: a worker has no room. AdapterError: the folder is no adapter.
+            ConfigError: a name or number is wrong, or the server has no store.
+        Cancel: before the controller was asked: nothing happened. After it: taken back as `FleetClient.pause` says.
+        """
+        _check_name(name)
+        if revision is not None and not 1 <= revision <= MAX_REVISION:
+            raise ConfigError("revision", revision, f"use 1 to {MAX_REVISION}, or none for the next one")
+        source, found = await self._source(Path(folder), shared, checksum)
+        request = LoadLoraFleet(
+            op_id=self._op_id(op_id),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            name=name,
+            source=source,
+            checksum=found,
+            revision=revision,
+            target=target,
+            pause_mode=_mode(pause_mode),
+            hot_swap=hot_swap,
+            evict_idle=evict_idle,
+        )
+        return await self._run(request, on_progress, check)
+
+    async def unload_lora(
+        self,
+        name: str,
+        target: Target = EVERYBODY,
+        *,
+        revision: int | None = None,
+        drain_s: float = DEFAULT_DRAIN_S,
+        deadline_s: float = UNLOAD_DEADLINE_S,
+        op_id: str | None = None,
+        on_progress: ProgressHandler | None = None,
+        check: bool = True,
+    ) -> Report:
+        """Let one revision go, or all of a name (None). Requests in flight keep it until they end, at most `drain_s`.
+
+        The op doesn't wait for them: `report.lora.num_draining` workers still had some. Raises, Cancel: as
+        `FleetClient.pause`; nothing is taken back.
+        """
+        _check_name(name)
+        if not 0 <= drain_s <= MAX_DRAIN_S:
+            raise ConfigError("drain_s", drain_s, f"use 0 to {MAX_DRAIN_S:g} seconds")
+        request = UnloadLoraFleet(
+            op_id=self._op_id(op_id),
+            deadline_s=deadline_s,
+            caller=self.caller,
+            name=name,
+            revision=revision,
+            drain_s=drain_s,
+            target=target,
+        )
+        return await self._run(request, on_progress, check)
+
+    async def loras(
+        self, target: Target = EVERYBODY, *, deadline_s: float = LIST_DEADLINE_S, check: bool = True
+    ) -> Report:
+        """Ask each engine for its adapters and their requests in flight; each outcome's data is `LorasData`.
+
+        What the fleet is meant to have is in `status().loras`. Raises, Cancel: as `FleetClient.pause`.
+        """
+        request = ListLoras(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller, target=target)
+        return await self._run(request, None, check)
+
+    async def _source(self, folder: Path, shared: bool, checksum: str | None) -> tuple[LoraSource, str]:
+        if shared:
+            if not folder.is_absolute():
+                raise ConfigError("folder", str(folder), "give the absolute path under which the workers see it")
+            if checksum is None:
+                checksum = (await asyncio.to_thread(adapter_sum, folder)).checksum
+            return FolderSource(path=str(folder)), checksum
+        objects = open_objects(self.bus, self.namespace)
+        try:
+            put = await upload(objects, self.namespace, folder)
+        finally:
+            objects.close()
+        if checksum is not None and checksum != put.checksum:
+            raise AdapterError(str(folder), f"its checksum is {put.checksum[:12]}, not {checksum[:12]}")
+        return put.source, put.checksum
+
+    def _op_id(self, op_id: str | None) -> str:
+        raise NotImplementedError
+
+    async def _run(self, request: Any, on_progress: ProgressHandler | None, check: bool) -> Report:
+        raise NotImplementedError
+
+
+def _check_name(name: str) -> None:
+    if not is_lora_name(name):
+        raise ConfigError("name", name, "use 1 to 64 of A-Z a-z 0-9 _ . -, and give the revision apart from it")
+
+
+def _mode(mode: PauseMode | str) -> PauseMode:
+    try:
+        return PauseMode(mode)
+    except ValueError as exc:
+        raise ConfigError("pause mode", mode, "use keep, wait or abort") from exc

@@ -1,0 +1,150 @@
+"""Adapters and controllers that die: the next one finishes or takes back, and gives no revision twice."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbus.errors import RefusedError
+from rlbus.schemas import Command, Generation, LoadLora, OpStatus, PauseGeneration, ResumeGeneration, UnloadLora
+from rlbus.workers.engines.fake_script import Step, failing
+from tests.unit.controller.failover_stage import Stage, play
+from tests.unit.controller.lora_stage import adapter, taker, takers
+from tests.unit.controller.scene import outcomes
+
+pytestmark = pytest.mark.unit
+
+RUNNING = Generation.RUNNING
+
+
+def serving(stage: Stage) -> list[list[str]]:
+    return [sorted(f"{n}@{r}" for n, r in rig.engine.loras.sums) for rig in stage.workers]
+
+
+def killing(stage: Stage, body: type[Any], after_s: float = 0.0) -> Callable[[Command], None]:
+    """Kill the leader when it sends such a command, or a moment later."""
+
+    def look(command: Command) -> None:
+        if isinstance(command.body, body) and not stage.processes[0].is_killed:
+            asyncio.get_running_loop().call_later(after_s, stage.kill, stage.processes[0])
+
+    return look
+
+
+async def settled(stage: Stage) -> None:
+    """Until a leader runs nothing any more."""
+    async with asyncio.timeout(120.0):
+        while True:
+            await stage.leader()
+            if (await stage.client.status()).op_id is None:
+                return
+            await asyncio.sleep(0.1)
+
+
+def test_the_next_controller_knows_what_the_fleet_has_and_gives_no_revision_twice(tmp_path: Path) -> None:
+    """Also one that was unloaded; and the same number for other bytes is refused."""
+    one, two = adapter(tmp_path / "1", "one"), adapter(tmp_path / "2", "two")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", one)
+        await stage.client.load_lora("policy", two)
+        await stage.client.unload_lora("policy", revision=2)
+        await asyncio.sleep(1.0)
+        stage.kill(stage.processes[0])
+        await stage.leader()
+        assert [x.revision for x in (await stage.client.status()).loras] == [1]
+        with pytest.raises(RefusedError, match="policy@2 stands for other bytes"):
+            await stage.client.load_lora("policy", one, revision=2)
+        report = await stage.client.load_lora("policy", two)
+        assert report.lora is not None
+        assert report.lora.ids == ("policy@3",)
+        assert serving(stage) == [["policy@1", "policy@3"]] * 2
+
+    play(takers(1, 2), scenario)
+
+
+def test_a_load_that_everybody_has_when_its_controller_dies_is_finished(tmp_path: Path) -> None:
+    """Nobody is left paused, and it is the fleet's."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        stage.on_command = killing(stage, ResumeGeneration)
+        report = await stage.client.load_lora("policy", folder, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "ok"}
+        assert report.lora is not None
+        assert report.lora.ids == ("policy@1",)
+        assert serving(stage) == [["policy@1"]] * 2
+        assert await stage.generations() == [RUNNING, RUNNING]
+        assert [x.revision for x in (await stage.client.status()).loras] == [1]
+
+    play(takers(1, 2), scenario)
+
+
+def test_a_load_that_still_runs_when_its_controller_dies_is_waited_for_and_finished(tmp_path: Path) -> None:
+    """Nothing is thrown away that is about to be done everywhere."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        stage.on_command = killing(stage, LoadLora, 0.5)
+        report = await stage.client.load_lora("policy", folder, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "ok"}
+        assert serving(stage) == [["policy@1"]] * 2
+        assert await stage.generations() == [RUNNING, RUNNING]
+
+    slow = {"load_lora": {0: Step(latency_s=15.0)}}
+    play([taker(1), taker(2, slow)], scenario)
+
+
+@pytest.mark.parametrize(("body", "after_s"), [(PauseGeneration, 0.0), (LoadLora, 0.0), (LoadLora, 1.0)])
+def test_a_load_that_not_everybody_has_is_taken_back(tmp_path: Path, body: type[Any], after_s: float) -> None:
+    """Killed while it pauses, and while one is done and the other still loads."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        stage.on_command = killing(stage, body, after_s)
+        report = await stage.client.load_lora("policy", folder, check=False)
+        await settled(stage)
+        assert report.status in (OpStatus.FAILED, OpStatus.REFUSED)
+        assert serving(stage) == [[], []]
+        assert await stage.generations() == [RUNNING, RUNNING]
+        assert (await stage.client.status()).loras == ()
+        again = await stage.client.load_lora("policy", folder)
+        assert again.lora is not None
+        assert again.lora.ids == ("policy@2",), "the number of the one that was taken back isn't given again"
+
+    broken = {1: replace(failing(), latency_s=3.0)} if body is LoadLora else {}
+    play([taker(1, {"load_lora": {1: Step(latency_s=2.0)}}), taker(2, {"load_lora": broken})], scenario)
+
+
+def test_an_unload_is_finished_by_the_next_controller(tmp_path: Path) -> None:
+    """It only goes forward."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder)
+        stage.on_command = killing(stage, UnloadLora)
+        report = await stage.client.unload_lora("policy", check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "ok"}
+        assert serving(stage) == [[], []]
+        assert (await stage.client.status()).loras == ()
+
+    play(takers(1, 2), scenario)
+
+
+def test_history_says_which_adapter(tmp_path: Path) -> None:
+    """Beside who asked for it and how it ended."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder)
+        await stage.client.unload_lora("policy")
+        items = (await stage.client.history()).items
+        assert [(i.op, i.what) for i in items] == [("lora_unload", "policy@1"), ("lora_load", "policy@1")]
+
+    play(takers(1), scenario)
