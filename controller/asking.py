@@ -90,7 +90,10 @@ class Asker:
         return answers
 
     async def one(self, step: str, body: CommandBody, worker: WorkerId) -> StepAnswer:
-        """A command to one worker, beside others of the same step, which the caller counts and stops. Cancel: as `ask`."""
+        """A command to one worker, beside others of the same step, whom the caller counts and stops.
+
+        Cancel: as `ask`.
+        """
         found: list[StepAnswer] = []
         why = await self._fan_out(step, body, [worker], False, lambda _, answer: found.append(answer))
         return found[0] if found else why or self._why_missing(None)

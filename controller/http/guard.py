@@ -19,6 +19,8 @@ from rlbus.controller.http.config import TOKEN_VARIABLE, is_loopback
 _log = logging.getLogger("rlbus.controller.http")
 
 OPEN_PATHS = frozenset({"/live", "/health"})
+# Requests at the same time. Each costs a connection and a body of at most 1 MiB, so that this bounds both.
+MAX_REQUESTS = 256
 
 
 class Guard:
@@ -27,6 +29,7 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
         self._token = None if token is None else token.encode("ascii")
+        self._num_running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, or answer it. Cancel: as of the app behind it."""
@@ -34,8 +37,14 @@ class Guard:
             await self._app(scope, receive, send)
             return
         refusal = self._refusal(Headers(scope=scope))
+        if refusal is None and self._num_running >= MAX_REQUESTS:
+            refusal = error(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_REQUESTS} requests are being answered already")
         if refusal is None:
-            await self._app(scope, receive, send)
+            self._num_running += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_running -= 1
             return
         client = scope.get("client")
         peer = "an unknown peer" if client is None else client[0]

@@ -1,5 +1,6 @@
 """Who is let in."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
+from rlbus.controller.http import guard
 from rlbus.controller.http.guard import Guard
 from rlbus.testing import run
 
@@ -97,3 +99,29 @@ def test_without_a_token_a_page_of_another_origin_is_refused() -> None:
 def test_without_a_token_this_machine_is_let_in(host: str) -> None:
     """In each of its spellings."""
     assert ask(None, host=host).text == "in"
+
+
+def test_requests_at_the_same_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is told to come later; health is answered all the same, and places become free again."""
+    monkeypatch.setattr(guard, "MAX_REQUESTS", 2)
+
+    async def main() -> None:
+        release = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"] == "/pause":
+                await release.wait()
+            await PlainTextResponse("in")(scope, receive, send)
+
+        transport = httpx.ASGITransport(Guard(app, None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            slow = [asyncio.ensure_future(client.post("/pause")) for _ in range(2)]
+            await asyncio.sleep(1)
+            late = await client.get("/is_paused")
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+            assert (await client.get("/live")).status_code == 200
+            release.set()
+            assert [answer.status_code for answer in await asyncio.gather(*slow)] == [200, 200]
+            assert (await client.get("/is_paused")).status_code == 200
+
+    run(main())
