@@ -36,7 +36,7 @@ def headers_of(given: list[str] | None) -> dict[str, str]:
     for text in given or ():
         name, has_value, value = text.partition("=")
         if not has_value or not name.strip():
-            raise ConfigError("--header", name, "use NAME=VALUE")
+            raise ConfigError("--header", name if has_value else "...", "use NAME=VALUE")
         found[name.strip()] = value
     return found
 

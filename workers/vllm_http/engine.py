@@ -4,7 +4,7 @@ The rules are those of `VllmEngine`, which drives the server here too, only thro
 object. What that one knows of requests in flight, this one knows only of a server that has rlbus's plugin.
 """
 
-import logging
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -37,8 +37,6 @@ from rlbus.workers.vllm_server.about import ABOUT, About
 from rlbus.workers.vllm_server.engine import VllmEngine
 from rlbus.workers.vllm_server.exchange import clear_left
 from rlbus.workers.vllm_server.updates import CALL_S
-
-_log = logging.getLogger("rlbus.workers")
 
 NAME = "vllm_http"
 # While the server isn't there yet: between two looks, and between two lines in the log.
@@ -164,8 +162,8 @@ class VllmHttpEngine:
         Raises: EngineError, EngineDeadError: it is gone, its engine died, or another server answers in its place.
             Cancel: leaves nothing.
         """
-        observed = await self._ready().observe()
-        requests = await self._requests()
+        # Beside each other: who asks has a second, and a loaded server takes a good part of that for each.
+        observed, requests = await asyncio.gather(self._ready().observe(), self._requests())
         return Observed(observed.generation, observed.weight_version, None if requests is None else len(requests))
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
