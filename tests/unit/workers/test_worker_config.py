@@ -49,6 +49,10 @@ def test_bad_identity_names_the_field(fields: dict[str, str], name: str) -> None
         ({"progress_s": 1.5}, "progress_s"),
         ({"jitter": 1.0}, "jitter"),
         ({"weight_roots": ("relative",)}, "weight_roots"),
+        ({"lora_roots": ("relative",)}, "lora_roots"),
+        ({"lora_cache_dir": "relative"}, "lora_cache_dir"),
+        ({"lora_cache_bytes": 0}, "lora_cache_bytes"),
+        ({"lora_poll_s": 0.0}, "lora_poll_s"),
     ],
 )
 def test_bad_bound_names_the_field(fields: dict[str, Any], name: str) -> None:
@@ -64,6 +68,15 @@ def test_weight_roots_come_from_the_environment() -> None:
     assert AgentConfig.from_env(environ={"RLBUS_WEIGHT_ROOTS": "/a:/b/c"}).weight_roots == ("/a", "/b/c")
     given = AgentConfig.from_env(environ={"RLBUS_WEIGHT_ROOTS": "/a"}, weight_roots=("/z",))
     assert given.weight_roots == ("/z",)
+
+
+def test_where_adapters_come_from_and_lie_comes_from_the_environment() -> None:
+    """As the roots of weights; no folder means a temporary one."""
+    empty = AgentConfig.from_env(environ={})
+    assert (empty.lora_roots, empty.lora_cache_dir) == ((), None)
+    environ = {"RLBUS_LORA_ROOTS": "/a:/b", "RLBUS_LORA_CACHE_DIR": "/c"}
+    config = AgentConfig.from_env(environ=environ)
+    assert (config.lora_roots, config.lora_cache_dir) == (("/a", "/b"), "/c")
 
 
 def test_state_dir_comes_from_the_environment_and_has_to_be_absolute() -> None:

@@ -31,11 +31,12 @@ def test_drawn_id_keeps_nothing_beyond_its_supervisor(
 def test_environment_names_the_worker_and_leaves_nothing_of_another_bus() -> None:
     """Empty variables hide inherited ones."""
     named = Named.of("decode", "7", {})
-    env = worker_env(BusConfig(url="nats://h:1", namespace="ns"), named.identity, ["/a", "/b"], "/s")
+    env = worker_env(BusConfig(url="nats://h:1", namespace="ns"), named.identity, ["/a", "/b"], "/s", ["/l", "/m"])
     assert env["RLBUS_URL"] == "nats://h:1"
     assert env["RLBUS_TOKEN"] == ""
     assert (env["RLBUS_COMPONENT"], env["RLBUS_INSTANCE_ID"], env["RLBUS_STATE_DIR"]) == ("decode", "7", "/s")
     assert env["RLBUS_WEIGHT_ROOTS"] == "/a:/b"
+    assert env["RLBUS_LORA_ROOTS"] == "/l:/m"
 
 
 def test_own_process_is_not_supervised_once_more() -> None:
