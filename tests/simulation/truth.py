@@ -130,8 +130,8 @@ class Truth:
         """A worker's engine is called."""
         begun = CURRENT.get()
         self.note(f"{boot.worker}#{boot.boot}", f"{verb} for {None if begun is None else begun.op_id}")
-        # Aborts of requests run beside mutations, in nobody's name.
-        if begun is None or verb == "abort":
+        # Aborts of requests run beside mutations, in nobody's name; and asking for adapters changes nothing.
+        if begun is None or verb in ("abort", "list_loras"):
             return
         first = boot.ran.setdefault(begun.op_id, begun.number)
         if first != begun.number:
