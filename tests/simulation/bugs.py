@@ -161,7 +161,7 @@ BUGS = {
     "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 60, _bury_the_living),
     "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 30, _forget_what_ended),
     "leave-one-out": Bug("I4", "a report lacks one of its workers", 30, _leave_one_out),
-    "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 300, _obey_old_terms),
+    "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 500, _obey_old_terms),
     "act-without-the-lease": Bug("I5", "a leader speaks on when its lease is over", 100, _act_without_the_lease),
     "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 100, _obey_what_expired),
     "admit-who-is-caught-up": Bug("I1", "who is being caught up is admitted at once", 200, _admit_who_is_caught_up),
