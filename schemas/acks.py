@@ -24,9 +24,15 @@ class PausedData(Data, frozen=True, kw_only=True, tag="paused"):
 
 
 class AbortedData(Data, frozen=True, kw_only=True, tag="aborted"):
-    """After an abort: how many requests were ended; None from an engine that doesn't count them."""
+    """After an abort: how many requests were ended at once, and how many will be at their first token.
+
+    `num_aborted` is None from an engine that doesn't count. `num_left` is how many of those that were meant are in
+    flight still, after an abort of all has waited for them with the entrance closed (None: the engine doesn't count).
+    """
 
     num_aborted: int | None = None
+    num_deferred: int = 0
+    num_left: int | None = None
 
 
 class JoinedData(Data, frozen=True, kw_only=True, tag="joined"):

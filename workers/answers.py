@@ -74,6 +74,11 @@ class Answers:
         self._listeners[reply] = on_answer
         return reply
 
+    @property
+    def num_listeners(self) -> int:
+        """Reply addresses within this process that stand."""
+        return len(self._listeners)
+
     def unlisten(self, reply: str) -> None:
         """Answers to it are dropped from now on. Idempotent."""
         self._listeners.pop(reply, None)

@@ -32,6 +32,7 @@ from rlbus.transfer.manifest import ManifestBook
 from rlbus.workers.answers import Answers
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.engines.aborting import CountsAborts
 from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.journal import Journal, Record
 from rlbus.workers.mutations import EngineCall
@@ -173,6 +174,8 @@ class Beside:
 
     async def _abort(self, command: Command, record: Record, body: AbortRequest) -> None:
         async def abort() -> AbortedData:
+            if isinstance(self._engine, CountsAborts):
+                return await self._engine.abort_counted(body.request_ids)
             return AbortedData(num_aborted=await self._engine.abort(body.request_ids))
 
         call = EngineCall(abort(), body)

@@ -189,8 +189,12 @@ def _result_text(outcome: WorkerOutcome) -> str:
         case SleepData(asleep=asleep, num_bytes=num_bytes):
             moved = "" if num_bytes is None else f", {num_bytes / 2**20:.1f} MiB"
             return f"asleep: {', '.join(asleep) or 'nothing'}{moved}"
-        case AbortedData(num_aborted=num_aborted):
-            return "requests ended" if num_aborted is None else f"{num_aborted} requests ended"
+        case AbortedData(num_aborted=None):
+            return "requests ended"
+        case AbortedData(num_aborted=num_aborted, num_deferred=num_deferred, num_left=num_left):
+            later = f", {num_deferred} end at their first token" if num_deferred else ""
+            left = f", {num_left} left" if num_left else ""
+            return f"{num_aborted} requests ended{later}{left}"
         case _:
             return ""
 

@@ -246,6 +246,27 @@ def test_the_other_verbs_report_one_outcome_per_worker(
     assert {o["worker"]: o["outcome"] for o in done.document["outcomes"]} == dict.fromkeys(fleet, "ok")
 
 
+def test_the_fleet_sleeps_and_wakes_by_tags(url: str, fleet: dict[str, Process]) -> None:
+    """All of it, a part, the rest; status says who sleeps, and a word that is no tag is wrong usage."""
+    slept = rlbus("sleep", "--json", url=url)
+    assert slept.code == 0
+    assert {o["data"]["type"] for o in slept.document["outcomes"]} == {"sleep"}
+    try:
+        status = rlbus("status", url=url).stdout
+        assert status.count("is ASLEEP: kv_cache, weights") == 3
+        assert status.count("asleep (kv_cache, weights)") == 3
+        assert "PAUSED" not in status
+        assert rlbus("resume", url=url).code == 3
+        assert rlbus("wake", "--tags", "weights", url=url).code == 0
+        assert rlbus("status", url=url).stdout.count("is ASLEEP: kv_cache;") == 3
+    finally:
+        woken = rlbus("wake", "--tags", "weights", "--tags", "kv_cache", url=url)
+    assert (woken.code, "wake: ok, 3 of 3 workers" in woken.stdout) == (0, True)
+    assert "ASLEEP" not in rlbus("status", url=url).stdout
+    assert rlbus("sleep", "--tags", "kv", url=url).code == 2
+    assert rlbus("sleep", "--level", "3", url=url).code == 2
+
+
 def test_one_worker_can_be_addressed(url: str, fleet: dict[str, Process]) -> None:
     """`--worker` takes what `rlbus workers` shows."""
     done = rlbus("flush", "--worker", "prefill/7", "--json", url=url)

@@ -14,6 +14,7 @@ from rlbus.controller import catching_up, leader
 from rlbus.errors import RLBusError
 from tests.simulation.bugs import BUGS, planted
 from tests.simulation.scenario import draw
+from tests.simulation.sleeping import with_sleeps
 from tests.simulation.stopping import SimulationLoop, StoppableLoop
 from tests.simulation.truth import TAIL_LEN, Truth, Violation
 from tests.simulation.world import World
@@ -48,10 +49,13 @@ class Run:
         return not self.violations
 
 
-def simulate(seed: int, bug: str | None = None, *, tail_len: int | None = TAIL_LEN) -> Run:
-    """Run one seed, with one bug planted if it is named (see `bugs`). `tail_len`: lines of trace to keep, None: all."""
+def simulate(seed: int, bug: str | None = None, *, tail_len: int | None = TAIL_LEN, has_sleeps: bool = False) -> Run:
+    """Run one seed, with one bug planted if it is named (see `bugs`). `tail_len`: lines of trace to keep, None: all.
+
+    `has_sleeps`: engines are put to sleep and woken meanwhile, too.
+    """
     truth = Truth(tail_len)
-    scenario = draw(seed)
+    scenario = with_sleeps(draw(seed)) if has_sleeps else draw(seed)
     world = World(scenario, truth)
     loop_type = StoppableLoop if scenario.stops else SimulationLoop
     ends: list[Violation] = []

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.faults
 
 ROOT = Path(__file__).parents[2]
 NUM_SEEDS, SEEDS_PER_TEST = 200, 25
+NUM_SEEDS_WITH_SLEEPS = 50
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
@@ -23,6 +24,14 @@ def test_every_invariant_holds(first: int) -> None:
     assert {run.seed: [str(v) for v in run.violations] for run in runs if not run.is_ok} == {}
     assert sum(run.num_tokens for run in runs) > 100
     assert sum(run.num_messages for run in runs) > 1000
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_WITH_SLEEPS, SEEDS_PER_TEST))
+def test_every_invariant_holds_while_engines_sleep_and_wake(first: int) -> None:
+    """Nothing touches memory that sleeps, and once they are woken everybody comes to the fleet's version."""
+    runs = [simulate(seed, has_sleeps=True) for seed in range(first, first + SEEDS_PER_TEST)]
+    assert {run.seed: [str(v) for v in run.violations] for run in runs if not run.is_ok} == {}
+    assert sum(run.num_tokens for run in runs) > 100
 
 
 @pytest.mark.parametrize("name", BUGS)

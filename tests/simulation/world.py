@@ -292,7 +292,10 @@ class World:
         await asyncio.sleep(DRAIN_S)
 
     async def _recover(self) -> None:
-        """First nobody does anything, if there is a snapshot to catch up from; then the trainer goes on."""
+        """First nobody does anything, if there is a snapshot to catch up from; then the trainer goes on. Whoever put
+        engines to sleep wakes them before.
+        """
+        await self._wake()
         if self._heals_by_itself():
             self.truth.count("recovered by itself")
             await self._until_recovered()
@@ -322,6 +325,15 @@ class World:
                 # Its owner lives, and does what owners do.
                 await self._verb(Ask(self.truth.now_s, "resume", {"deadline_s": 10.0}))
                 resume_s = self.truth.now_s + RESUME_S
+            await asyncio.sleep(LOOK_S)
+
+    async def _wake(self) -> None:
+        until_s = self.truth.now_s + RECOVERY_S
+        while asleep := [w.name for w in self.workers if w.engine.memory.asleep or (w.agent and w.agent.state.asleep)]:
+            if self.truth.now_s >= until_s:
+                self.truth.broken("I3", f"{', '.join(asleep)} could not be woken in {RECOVERY_S:g} s after the faults")
+                return
+            await self._verb(Ask(self.truth.now_s, "wake", {"deadline_s": 10.0}))
             await asyncio.sleep(LOOK_S)
 
     async def _next_update(self) -> None:

@@ -112,7 +112,7 @@ BODIES: tuple[s.CommandBody, ...] = (
 )
 DATA: tuple[s.ResultData, ...] = (
     s.PausedData(num_aborted=2, num_held=3),
-    s.AbortedData(num_aborted=2),
+    s.AbortedData(num_aborted=2, num_deferred=1, num_left=3),
     s.JoinedData(epoch=3, ranks=(1, 2), world_size=3),
     s.ReceivedData(num_bytes=131200, num_tensors=2, sums=SUMS, receive_s=0.5, load_s=0.25),
     s.WeightsData(weights=WEIGHTS),

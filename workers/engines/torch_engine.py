@@ -8,13 +8,14 @@ weights torn. A reload from disk reads everything, on every rank, before it chan
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlbus._http_server import HttpServer
-from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault
+from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault, refused
 from rlbus.schemas import (
     ChecksumsData,
     Fault,
@@ -26,6 +27,8 @@ from rlbus.schemas import (
     PauseMode,
     RankSpan,
     ReceivedData,
+    SleepData,
+    SleepTag,
     TensorSpec,
     TensorSum,
     Version,
@@ -34,6 +37,7 @@ from rlbus.transfer.bounded import run_in_thread
 from rlbus.transfer.group import JOIN_GRACE_S
 from rlbus.transfer.manifest import num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.engines.torch_rank import ChildRank, OwnRank
 from rlbus.workers.engines.torch_ranks import Ranks, Slowest, Standing, agreed, check_equal, first_bad
 from rlbus.workers.folder_sums import read_sums
@@ -55,6 +59,8 @@ ROUTES = frozenset(
         "update_weights_from_disk",
         "get_weight_checksums",
         "set_weight_version",
+        "sleep",
+        "wake_up",
     }
 )
 # The label of weights that an update has touched and not finished.
@@ -102,6 +108,7 @@ class TorchEngine:
         self._ranks = Ranks()
         self._generator: Generator | None = None
         self._session: _Session | None = None
+        self._asleep: frozenset[SleepTag] = frozenset()
 
     @property
     def info(self) -> EngineInfo:
@@ -150,7 +157,7 @@ class TorchEngine:
         self._check_alive()
         generator = self._generating
         generation = Generation.PAUSED if generator.is_still else Generation.RUNNING
-        return Observed(generation, generator.version, generator.num_requests)
+        return Observed(generation, generator.version, generator.num_requests, self._asleep)
 
     async def generate(
         self,
@@ -173,6 +180,9 @@ class TorchEngine:
     async def resume(self) -> None:
         """See `Engine`."""
         self._check_alive()
+        if self._asleep:
+            tags = ", ".join(in_order(self._asleep))
+            raise refused(FaultCode.ASLEEP, f"asleep: {tags}; wake it before it generates", tags=tags)
         self._generating.resume()
 
     async def flush_cache(self) -> None:
@@ -182,6 +192,47 @@ class TorchEngine:
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """See `Engine`."""
         return self._generating.abort(request_ids)
+
+    # --- sleep
+
+    @property
+    def sleep_tags(self) -> frozenset[SleepTag]:
+        """See `SleepEngine`."""
+        return frozenset(SleepTag)
+
+    async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
+        """See `SleepEngine`. On level 1 the weights of each rank lie in a file meanwhile."""
+        self._check_alive()
+        paused = await self._generating.pause(mode, SleepTag.KV_CACHE in tags)
+        num_freed = 0
+        if SleepTag.KV_CACHE in tags:
+            num_freed += self._generating.release_cache()
+            self._asleep |= {SleepTag.KV_CACHE}
+        if SleepTag.WEIGHTS in tags:
+            # Counted as asleep from here on: some ranks may be when another fails.
+            self._asleep |= {SleepTag.WEIGHTS}
+            if level > 1:
+                self._generating.relabel(TORN)
+            num_freed += await self._sum_of([rank.sleep(level == 1) for rank in self._ranks.all])
+        return SleepData(asleep=in_order(self._asleep), num_bytes=num_freed, num_aborted=paused.num_aborted)
+
+    async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
+        """See `SleepEngine`."""
+        self._check_alive()
+        num_taken = 0
+        if SleepTag.WEIGHTS in tags:
+            num_taken += await self._sum_of([rank.wake() for rank in self._ranks.all])
+            self._asleep -= {SleepTag.WEIGHTS}
+        if SleepTag.KV_CACHE in tags:
+            num_taken += self._generating.restore_cache()
+            self._asleep -= {SleepTag.KV_CACHE}
+        return SleepData(asleep=in_order(self._asleep), num_bytes=num_taken)
+
+    async def _sum_of(self, calls: Sequence[Coroutine[Any, Any, int]]) -> int:
+        results = await self._ranks.on_all(calls)
+        if (bad := first_bad(results)) is not None:
+            raise error_from_fault(bad)
+        return sum(r for r in results if isinstance(r, int))
 
     # --- group
 
@@ -310,6 +361,9 @@ class TorchEngine:
         self._check_alive()
         if not self._generating.is_still:
             fault = Fault(code=FaultCode.WRONG_STATE, message="the engine isn't paused")
+            raise UpdateFailedError(fault, weights_touched=False)
+        if SleepTag.WEIGHTS in self._asleep:
+            fault = Fault(code=FaultCode.ASLEEP, message="the weights sleep", detail={"tags": SleepTag.WEIGHTS.value})
             raise UpdateFailedError(fault, weights_touched=False)
         if self._ranks.has_stray:
             fault = Fault(

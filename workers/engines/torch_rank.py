@@ -62,6 +62,14 @@ class EngineRank(Protocol):
         """See `Rank.checksums`."""
         ...
 
+    async def sleep(self, keeps: bool) -> int:
+        """See `Rank.sleep`."""
+        ...
+
+    async def wake(self) -> int:
+        """See `Rank.wake`."""
+        ...
+
     def check_alive(self) -> None:
         """Raise EngineDeadError if it is gone."""
         ...
@@ -112,6 +120,14 @@ class OwnRank:
         """See `EngineRank`."""
         return await run_in_thread(self._rank.checksums, name="rlbus checksums")
 
+    async def sleep(self, keeps: bool) -> int:
+        """See `EngineRank`."""
+        return await run_in_thread(lambda: self._rank.sleep(keeps), name="rlbus sleep")
+
+    async def wake(self) -> int:
+        """See `EngineRank`."""
+        return await run_in_thread(self._rank.wake, name="rlbus wake")
+
     def check_alive(self) -> None:
         """See `EngineRank`."""
         if self._is_lost:
@@ -125,6 +141,7 @@ class OwnRank:
     async def aclose(self) -> None:
         """See `EngineRank`."""
         self._rank.leave("the engine is closed")
+        self._rank.forget()
 
 
 class _Call:
@@ -226,6 +243,18 @@ class ChildRank:
         done = await self._ask(lambda i: m.Sum(id=i))
         assert done.sums is not None
         return done.sums
+
+    async def sleep(self, keeps: bool) -> int:
+        """See `EngineRank`."""
+        done = await self._ask(lambda i: m.Sleep(id=i, keeps=keeps))
+        assert done.num_bytes is not None
+        return done.num_bytes
+
+    async def wake(self) -> int:
+        """See `EngineRank`."""
+        done = await self._ask(lambda i: m.Wake(id=i))
+        assert done.num_bytes is not None
+        return done.num_bytes
 
     def check_alive(self) -> None:
         """See `EngineRank`."""

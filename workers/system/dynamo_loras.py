@@ -39,7 +39,7 @@ class Named(NamedTuple):
 
 
 async def load_lora(call: Call) -> Reply:
-    """From a folder below the adapter roots."""
+    """From a folder below the adapter roots. Cancel: an op that has begun goes on."""
     fields = fields_of(call)
     _check_known(fields, "lora_name", "source")
     asked = _named(fields)
@@ -66,19 +66,19 @@ async def load_lora(call: Call) -> Reply:
 
 
 async def unload_lora(call: Call) -> Reply:
-    """One revision; of a name alone all that are loaded, oldest first."""
+    """One revision; of a name alone all that are loaded, oldest first. Cancel: an op that has begun goes on."""
     fields = fields_of(call)
     _check_known(fields, "lora_name")
     return await _unload(call, _named(fields))
 
 
 async def unload_by_path(call: Call) -> Reply:
-    """`DELETE /v1/loras/<name>`."""
+    """`DELETE /v1/loras/<name>`. Cancel: an op that has begun goes on."""
     return await _unload(call, _named({"lora_name": call.request.path_params["lora_name"]}))
 
 
 async def list_loras(call: Call) -> Reply:
-    """By the engine's own word."""
+    """By the engine's own word. Cancel: an op that has begun goes on."""
     result = await call.do(GetLoras())
     assert isinstance(result.data, LorasData)
     loaded = [one for one in result.data.loras if one.state is not LoraState.DRAINING]

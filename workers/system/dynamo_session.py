@@ -71,7 +71,7 @@ class Lasting:
 
 
 class ForeignSession:
-    """The handlers. One per surface."""
+    """The handlers. One per surface. Cancel, of every coroutine: its ops go on to their end."""
 
     def __init__(self, labels: Labels, lasting: Lasting) -> None:
         self._labels = labels

@@ -24,7 +24,10 @@ FOLDER_RPC = "update_weights_from_path"
 
 
 class Weights:
-    """The handlers. One per surface: it remembers what the weights were called."""
+    """The handlers. One per surface: it remembers what the weights were called.
+
+    Cancel, of every coroutine: what has begun goes on to its end.
+    """
 
     def __init__(self) -> None:
         self._labels = Labels()

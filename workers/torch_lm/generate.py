@@ -246,6 +246,21 @@ class Generation:
                 self._flush()
         await self._at_boundary(lambda: not self._is_flush_wanted)
 
+    def release_cache(self) -> int:
+        """Free the KV pool and the prefixes; what is held is computed again afterwards. It has to stand still.
+
+        The bytes that it freed. Idempotent.
+        """
+        with self._changed:
+            assert self._schedule.is_still
+            self._flush()
+            return self._pool.release()
+
+    def restore_cache(self) -> int:
+        """Take the memory of the KV pool again; before `resume`. The bytes that it took. Idempotent."""
+        with self._changed:
+            return self._pool.restore()
+
     async def _at_boundary(self, is_reached: Callable[[], bool]) -> None:
         def wait() -> None:
             with self._changed:

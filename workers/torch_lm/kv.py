@@ -77,6 +77,23 @@ class KVPool:
         self.reserve(stop)
         self._data[:, :, slot, :, start:stop] = block
 
+    def release(self) -> int:
+        """Give the memory back; slots stay taken, what they held is lost. The bytes that it freed. Idempotent."""
+        storage = self._data.untyped_storage()
+        num_bytes = storage.nbytes()
+        storage.resize_(0)
+        return num_bytes
+
+    def restore(self) -> int:
+        """Take the memory again, of zeros. The bytes that it took. Idempotent."""
+        storage = self._data.untyped_storage()
+        num_bytes = self._data.numel() * self._data.element_size()
+        if storage.nbytes() == num_bytes:
+            return 0
+        storage.resize_(num_bytes)
+        self._data.zero_()
+        return num_bytes
+
     def _grow(self, dim: int, size: int) -> None:
         shape = list(self._data.shape)
         shape[dim] = size

@@ -26,6 +26,7 @@ from rlbus.workers.checkpoint import CheckpointError, accepts
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.torch_lm.checkpoint import check_tensors, read_tensors, specs_of
 from rlbus.workers.torch_lm.model import CausalLM
+from rlbus.workers.torch_lm.sleeping import SleepingTensors
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -59,6 +60,7 @@ class Rank:
     def __init__(self, model: CausalLM, on_touch: Callable[[], None] = lambda: None) -> None:
         self._specs = specs_of(model)
         self._tensors: dict[str, Tensor] = model.state_dict()
+        self._sleeping = SleepingTensors(self._tensors)
         self._on_touch = on_touch
         self._lock = threading.Lock()
         # Guarded by the lock.
@@ -187,6 +189,18 @@ class Rank:
     def discard(self) -> None:
         """Forget what `stage` read."""
         self._staged = None
+
+    def sleep(self, keeps: bool) -> int:
+        """See `SleepingTensors.sleep`. Nothing may read the model until `wake`."""
+        return self._sleeping.sleep(keeps=keeps)
+
+    def wake(self) -> int:
+        """See `SleepingTensors.wake`."""
+        return self._sleeping.wake()
+
+    def forget(self) -> None:
+        """Drop what is kept of weights that sleep. The model isn't used any more."""
+        self._sleeping.close()
 
     def checksums(self) -> tuple[TensorSum, ...]:
         """Of what the model holds now, in its order."""

@@ -62,7 +62,17 @@ class Sum(Ask, frozen=True, kw_only=True, tag="sum"):
     """`Rank.checksums`; answered with sums."""
 
 
-AnyAsk = Join | Leave | Receive | Stage | Apply | Discard | Sum
+class Sleep(Ask, frozen=True, kw_only=True, tag="sleep"):
+    """`Rank.sleep`; answered with a number of bytes."""
+
+    keeps: bool
+
+
+class Wake(Ask, frozen=True, kw_only=True, tag="wake"):
+    """`Rank.wake`; answered with a number of bytes."""
+
+
+AnyAsk = Join | Leave | Receive | Stage | Apply | Discard | Sum | Sleep | Wake
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="say", tag="loaded"):
@@ -91,6 +101,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="say", tag="done
     seat: Seat | None = None
     received: ReceivedData | None = None
     sums: tuple[TensorSum, ...] | None = None
+    num_bytes: int | None = None
 
 
 AnySay = Loaded | Standing | Advanced | Done

@@ -76,6 +76,10 @@ class RankProcess:
                 self._rank.discard()
             case m.Sum():
                 return m.Done(id=ask.id, sums=self._rank.checksums())
+            case m.Sleep():
+                return m.Done(id=ask.id, num_bytes=self._rank.sleep(ask.keeps))
+            case m.Wake():
+                return m.Done(id=ask.id, num_bytes=self._rank.wake())
         return m.Done(id=ask.id)
 
     def say_advanced(self, ask_id: int, done: int) -> None:

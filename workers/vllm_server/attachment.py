@@ -83,8 +83,13 @@ class WorkerEnv:
 class Attachment:
     """Runs the agent of one server. `start` once it is up, `aclose` before it goes."""
 
-    def __init__(self, llm: Any, args: Any, env: WorkerEnv) -> None:
+    def __init__(self, llm: Any, args: Any, env: WorkerEnv, guards: Any = None) -> None:
         self._llm = llm
+        self._guards = guards
+        if guards is not None:
+            # Where a request may wait for blocks of another machine, nobody cuts it off before its first token.
+            guards.defers_disconnects = llm.vllm_config.kv_transfer_config is not None
+            guards.wrap(llm)
         self._args = args
         self._env = env
         self._stop = asyncio.Event()
@@ -96,8 +101,12 @@ class Attachment:
         self._beats = Beats.from_env(os.environ)
 
     @classmethod
-    def from_env(cls, llm: Any, args: Any, environ: Mapping[str, str] | None = None) -> "Attachment | None":
+    def from_env(
+        cls, llm: Any, args: Any, environ: Mapping[str, str] | None = None, guards: Any = None
+    ) -> "Attachment | None":
         """The attachment of this API server process, None if it is to have none; the log says why.
+
+        `guards` (a `guards.Guards`) are those of the server's requests; they are wrapped around `llm`.
 
         Raises:
             ConfigError: a value in the environment is wrong.
@@ -111,7 +120,7 @@ class Attachment:
         if index != 0:
             _log.info("rlbus: API server %d of %d; the agent runs in the first one", index, count)
             return None
-        return cls(llm, args, env)
+        return cls(llm, args, env, guards)
 
     def start(self, app: Any) -> None:
         """Begin to run the agent, on the running loop; before the server takes its first request."""
@@ -147,7 +156,7 @@ class Attachment:
             await self._until_listening(app)
             url = self._url(app)
             self._system_url = url if self._is_mounted else None
-            engine = VllmEngine(self._llm, completions_url=url, run_dir=self._env.run_dir)
+            engine = VllmEngine(self._llm, completions_url=url, run_dir=self._env.run_dir, guards=self._guards)
             probe = Probe(engine)
             tasks = [asyncio.ensure_future(probe.run())]
             if self._beats is not None:

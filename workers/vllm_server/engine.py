@@ -11,6 +11,7 @@ from typing import Any
 
 from rlbus.errors import EngineError, refused
 from rlbus.schemas import (
+    AbortedData,
     ChecksumsData,
     Fault,
     FaultCode,
@@ -21,17 +22,22 @@ from rlbus.schemas import (
     PauseMode,
     RankSpan,
     ReceivedData,
+    SleepData,
+    SleepTag,
     TensorSpec,
     TensorSum,
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import Exchange
+from rlbus.workers.vllm_server.guards import Guards, is_named
 from rlbus.workers.vllm_server.model import expected_tensors
+from rlbus.workers.vllm_server.sleeping import Sleeping
 from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
 
 _log = logging.getLogger("rlbus.workers")
@@ -56,12 +62,22 @@ class VllmEngine:
         completions_url: where its OpenAI routes answer, None if they can't be reached.
         run_dir: parent of this engine's private folder; None is the system's temporary folder.
         sees_requests: whether `llm` knows the requests in flight, as the server's own does.
+        guards: of the requests of this server, around `llm`; None wraps it with new ones.
     """
 
     def __init__(
-        self, llm: Any, *, completions_url: str | None = None, run_dir: str | None = None, sees_requests: bool = True
+        self,
+        llm: Any,
+        *,
+        completions_url: str | None = None,
+        run_dir: str | None = None,
+        sees_requests: bool = True,
+        guards: Guards | None = None,
     ) -> None:
         self._llm = llm
+        self._guards = Guards() if guards is None else guards
+        if sees_requests and not self._guards.is_wrapped:
+            self._guards.wrap(llm)
         self._completions_url = completions_url
         self._run_dir = run_dir
         parallel = llm.vllm_config.parallel_config
@@ -71,6 +87,7 @@ class VllmEngine:
         self._world_size: int = parallel.world_size * num_engines
         self._first_dp_index: int = parallel.data_parallel_index if is_local else 0
         self._calls = EngineCalls(llm, parallel.world_size)
+        self._sleeping = Sleeping(llm, self._calls)
         self._exchange: Exchange | None = None
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
@@ -100,6 +117,9 @@ class VllmEngine:
             _log.info("updates are checked against %s", self._expected.source)
         if backends:
             routes.add("update_weights_from_distributed")
+        # vLLM refuses it where the platform has none; from outside it isn't known.
+        if getattr(config.model_config, "enable_sleep_mode", False):
+            routes |= SLEEP_ROUTES
         self._exchange = Exchange(self._run_dir)
         self._updates = Updates(
             self._llm,
@@ -157,6 +177,7 @@ class VllmEngine:
             _log.warning("the group could not be left: %s", exc)
         finally:
             self._calls.close()
+            await self._guards.aclose()
             if self._exchange is not None:
                 self._exchange.close()
 
@@ -168,11 +189,12 @@ class VllmEngine:
         """
         self._calls.check_alive()
         if self._calls.is_held_paused:
-            return Observed(Generation.PAUSED, None, self._num_requests())
+            return Observed(Generation.PAUSED, None, self._num_requests(), self._sleeping.told)
         is_paused = await self._calls.ask("is_paused", self._llm.is_paused, CALL_S)
         label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
-        generation = Generation.PAUSED if is_paused else Generation.RUNNING
-        return Observed(generation, None if label == UNLABELLED else label, self._num_requests())
+        asleep = await self._sleeping.asleep()
+        generation = Generation.PAUSED if is_paused or asleep else Generation.RUNNING
+        return Observed(generation, None if label == UNLABELLED else label, self._num_requests(), asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`. A wait takes as long as the requests do, and is bounded by the caller.
@@ -196,8 +218,11 @@ class VllmEngine:
         return PausedData(num_aborted=num_aborted, num_held=len(after))
 
     async def resume(self) -> None:
-        """See `Engine`."""
+        """See `Engine`. Raises: AsleepError: vLLM itself would step over memory that isn't there."""
         await self._calls.settle(CALL_S)
+        if asleep := await self._sleeping.asleep():
+            tags = ", ".join(in_order(asleep))
+            raise refused(FaultCode.ASLEEP, f"asleep: {tags}; wake it before it generates", tags=tags)
         await self._calls.ask("resume", self._llm.resume_generation, CALL_S)
 
     async def flush_cache(self) -> None:
@@ -220,18 +245,56 @@ class VllmEngine:
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """See `Engine`. Ids are those that `generate` was given, or the X-Request-Id of an HTTP request.
 
-        vLLM's frontend answers it, so it works beside everything. A request that is still being tokenized isn't known
-        to vLLM yet, and isn't found.
+        vLLM's frontend answers it, so it works beside everything. One without a token yet ends at its first one
+        (`guards`), and is counted.
         """
+        done = await self.abort_counted(request_ids)
+        return done.num_aborted + done.num_deferred
+
+    async def abort_counted(self, request_ids: Sequence[str] | None) -> AbortedData:
+        """See `CountsAborts`."""
         requests = self._requests()
         if requests is None:
             raise refused(FaultCode.NO_ROUTE, "each of several API servers knows only its own requests")
-        chosen = [own for own, name in requests.items() if request_ids is None or _is_named(name, request_ids)]
-        if not chosen:
-            return 0
-        num_ended = len({self._parent(own) for own in chosen})
-        await self._calls.ask("abort", lambda: self._llm.abort(chosen, internal=True), CALL_S)
-        return num_ended
+        # Nothing of vLLM's own makes requests without `generate`; an extension of the user's may.
+        unguarded = [own for own, name in requests.items() if not self._guards.knows(name)]
+        chosen = [own for own in unguarded if request_ids is None or is_named(requests[own], request_ids)]
+        num_unguarded = len({self._parent(own) for own in chosen})
+        if chosen:
+            await self._calls.ask("abort", lambda: self._llm.abort(chosen, internal=True), CALL_S)
+        done = await self._guards.abort(request_ids, self._abort_named)
+        num_left = done.num_left if request_ids is None else None
+        num_aborted = done.num_aborted + num_unguarded
+        return AbortedData(num_aborted=num_aborted, num_deferred=done.num_deferred, num_left=num_left)
+
+    def _parent(self, own: str) -> str:
+        """The request that an internal id belongs to: with n > 1 several share one."""
+        state = self._llm.output_processor.request_states.get(own)
+        parent = None if state is None else state.parent_req
+        return own if parent is None else str(parent.request_id)
+
+    async def _abort_named(self, names: list[str]) -> None:
+        """End requests of these external names; with n > 1 each is several of the engine's."""
+        own = [key for key, name in (self._requests() or {}).items() if name in names]
+        if own:
+            await self._calls.ask("abort", lambda: self._llm.abort(own, internal=True), CALL_S)
+
+    @property
+    def sleep_tags(self) -> frozenset[SleepTag]:
+        """See `SleepEngine`."""
+        return frozenset(SleepTag)
+
+    async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
+        """See `SleepEngine`. vLLM doesn't say how much it freed."""
+        self._sleeping.check(tags)
+        paused = await self.pause(mode, True)
+        await self._sleeping.sleep(tags, level, mode)
+        return SleepData(asleep=in_order(await self._sleeping.asleep()), num_aborted=paused.num_aborted)
+
+    async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
+        """See `SleepEngine`."""
+        await self._sleeping.wake_up(tags)
+        return SleepData(asleep=in_order(await self._sleeping.asleep()))
 
     def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
         """See `Engine`."""
@@ -295,22 +358,6 @@ class VllmEngine:
         states = self._llm.output_processor.request_states
         return {own: state.external_req_id or own for own, state in states.items()}
 
-    def _parent(self, own: str) -> str:
-        """The request that an internal id belongs to: with n > 1 several share one."""
-        state = self._llm.output_processor.request_states.get(own)
-        parent = None if state is None else state.parent_req
-        return own if parent is None else str(parent.request_id)
-
     def _num_requests(self) -> int | None:
         requests = self._requests()
         return None if requests is None else len(requests)
-
-
-def _is_named(external: str, request_ids: Sequence[str]) -> bool:
-    """Whether an id of vLLM's frontend is meant: as it is, or as its OpenAI routes make it of an X-Request-Id."""
-    if external in request_ids:
-        return True
-    kind, _, rest = external.partition("-")
-    if kind == "cmpl":
-        return rest in request_ids or rest.rpartition("-")[0] in request_ids
-    return kind == "chatcmpl" and rest in request_ids

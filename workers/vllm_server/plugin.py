@@ -16,6 +16,7 @@ from typing import Any
 
 from rlbus.workers.vllm_server.about import About, attach, requests_of
 from rlbus.workers.vllm_server.attachment import SUPERVISED, Attachment
+from rlbus.workers.vllm_server.guards import Guards
 
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
 TRANSFER_CLASS = "GlooWeightTransferEngine"
@@ -83,12 +84,14 @@ class EndpointPlugin:
         self._attachment: Attachment | None = None
         self._boot_id = secrets.token_hex(8)
         self._llm: Any = None
+        self._guards = Guards()
 
     def attach_router(self, app: Any) -> None:
         """Called while the application is built. Its life span is what the agent lives in, and routes come with that; a
-        sidecar asks `about`.
+        sidecar asks `about`. What comes to the OpenAI routes is guarded.
         """
         attach(app, self._about)
+        self._guards.attach(app)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -115,7 +118,7 @@ class EndpointPlugin:
         Cancel: can't come, since nothing is awaited.
         """
         self._llm = engine_client
-        self._attachment = Attachment.from_env(engine_client, args)
+        self._attachment = Attachment.from_env(engine_client, args, guards=self._guards)
 
     def _about(self) -> About:
         worker = None if self._attachment is None else self._attachment.who

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbus.schemas import Generation, OpStatus, Version, WeightsState
+from rlbus.schemas import Generation, OpStatus, SleepTag, Version, WeightsState
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
@@ -53,6 +53,28 @@ def test_a_pause_that_is_cancelled_holds_nobody_unless_it_was_done_on_everybody(
     slow: scene.Steps = {"pause": {2: Step(latency_s=LATE_S)}}
     assert turns(lambda: [worker(1), worker(2, slow)], round_of, step=step) > 10
     assert seen == {(RUNNING, RUNNING), (PAUSED, PAUSED)}
+
+
+def test_a_sleep_that_is_cancelled_leaves_nobody_asleep_unless_it_was_done_on_everybody() -> None:
+    """Never half a fleet; worker 2 takes its time."""
+    seen: set[tuple[frozenset[SleepTag], ...]] = set()
+
+    async def round_of(world: World, turn: int) -> bool:
+        end = await cancelled_at(turn, world.fleet.client.sleep())
+        assert end.took_s <= ENDS_S, f"turn {turn}"
+        await world.until_idle(OP_ENDS_S)
+        now = tuple(rig.engine.memory.asleep for rig in world.fleet.workers)
+        seen.add(now)
+        if end.was_asked and end.after_s < LATE_S:  # worker 2 didn't sleep yet
+            assert not any(now), f"turn {turn}"
+            assert await generations(world) == (RUNNING, RUNNING), f"turn {turn}"
+        assert (await world.fleet.client.wake()).status is OpStatus.OK, f"turn {turn}"
+        await check_usable(world, turn)
+        return end.was_asked
+
+    slow: scene.Steps = {"sleep": {1: Step(latency_s=LATE_S)}}
+    assert turns(lambda: [worker(1), worker(2, slow)], round_of) > 10
+    assert seen == {(frozenset[SleepTag](),) * 2, (frozenset(SleepTag),) * 2}
 
 
 def test_a_resume_that_is_cancelled_may_have_reached_some_and_a_repeat_reaches_the_rest() -> None:

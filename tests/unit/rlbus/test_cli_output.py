@@ -11,6 +11,7 @@ from rlbus.cli.output import ExitCode, Output, age, aligned, exit_code_of_error,
 from rlbus.cli.views import present, show_history, show_report, show_status, warnings_of
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, PartialError, TransferError, error_from_fault
 from rlbus.schemas import (
+    AbortedData,
     Descriptor,
     Fault,
     FaultCode,
@@ -26,6 +27,9 @@ from rlbus.schemas import (
     PausedData,
     PauseView,
     Report,
+    ResultData,
+    SleepData,
+    SleepTag,
     Target,
     Version,
     WeightsState,
@@ -69,6 +73,30 @@ def member(
         boot_id="b",
         age_s=age_s,
     )
+
+
+def test_a_sleeper_is_loud_and_its_report_says_what_was_freed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not as paused by nobody, which would be a fault; bytes in MiB."""
+    asleep = msgspec.structs.replace(
+        member(WeightsView(state=WeightsState.CLEAN)),
+        status=WorkerStatus(
+            generation=Generation.PAUSED,
+            weights=WeightsView(state=WeightsState.CLEAN),
+            asleep=(SleepTag.KV_CACHE,),
+        ),
+    )
+    assert warnings_of(asleep, 0.0) == ["is ASLEEP: kv_cache; it generates nothing until `rlbus wake`"]
+    data = SleepData(asleep=(SleepTag.KV_CACHE,), num_bytes=3 << 20)
+    told = AbortedData(num_aborted=2, num_deferred=1, num_left=1)
+    results: tuple[ResultData, ...] = (data, SleepData(asleep=()), told)
+    outcomes = tuple(
+        WorkerOutcome(worker=WorkerId(f"b/{n}"), outcome=Outcome.OK, phase="p", data=d) for n, d in enumerate(results)
+    )
+    show_report(Output(False), msgspec.structs.replace(report_of(OpStatus.OK), outcomes=outcomes))
+    out = capsys.readouterr().out
+    assert "asleep: kv_cache, 3.0 MiB" in out
+    assert "asleep: nothing\n" in out
+    assert "2 requests ended, 1 end at their first token, 1 left" in out
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,11 @@ from rlbus.schemas import (
     Refusal,
     ReloadFleet,
     Report,
+    SleepFleet,
     Target,
     Version,
     WaitReady,
+    WakeFleet,
     WorkerId,
     WorkerOutcome,
 )
@@ -135,7 +137,7 @@ def test_a_pause_returns_its_report_and_carries_its_arguments() -> None:
 
 
 def test_every_verb_sends_its_own_request() -> None:
-    """resume, flush, abort, reload, versions and status reach the subjects of their ops."""
+    """resume, flush, abort, reload, versions, status, sleep and wake reach the subjects of their ops."""
 
     async def scenario(fleet: FleetClient, controller: ScriptedController) -> None:
         await fleet.resume(force=True)
@@ -144,6 +146,8 @@ def test_every_verb_sends_its_own_request() -> None:
         await fleet.reload("/weights", version=Version(step=3), allow_rollback=True)
         await fleet.versions()
         assert await fleet.status() == VIEW
+        await fleet.sleep(tags=["weights", "kv_cache", "weights"], level=2, mode="keep")
+        await fleet.wake(tags=["kv_cache"])
         assert [type(r).__name__ for r in controller.requests] == [
             "ResumeFleet",
             "FlushFleet",
@@ -151,7 +155,14 @@ def test_every_verb_sends_its_own_request() -> None:
             "ReloadFleet",
             "GetVersions",
             "GetFleet",
+            "SleepFleet",
+            "WakeFleet",
         ]
+        sleep, wake = controller.requests[6], controller.requests[7]
+        assert isinstance(sleep, SleepFleet)
+        assert (sleep.tags, sleep.level, sleep.mode) == (("kv_cache", "weights"), 2, "keep")
+        assert isinstance(wake, WakeFleet)
+        assert wake.tags == ("kv_cache",)
         abort, reload = controller.requests[2], controller.requests[3]
         assert isinstance(controller.requests[1], FlushFleet)
         assert isinstance(abort, AbortFleet)

@@ -104,6 +104,7 @@ def test_a_caller_that_goes_away_leaves_its_op_running_and_its_outcome_behind() 
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
+        assert rig.agent.answers.num_listeners == 0
         assert rig.agent.state.running is not None
         again = await rig.agent.entrance.submit(FlushCache(), caller="a", op_id="left", limit_s=5.0)
         assert again.status is ResultStatus.OK
@@ -197,3 +198,19 @@ def test_nobody_waits_for_an_agent_that_has_ended() -> None:
         assert code_of(result) is FaultCode.CANCELLED
 
     on_worker(scenario, {"flush_cache": {0: Step(latency_s=60.0)}})
+
+
+def test_who_waits_for_an_agent_that_ends_without_a_result_is_told_so() -> None:
+    """Before it runs nothing is taken, and afterwards nobody makes results any more."""
+
+    async def scenario(rig: Rig) -> None:
+        entrance = rig.agent.entrance
+        waiting = asyncio.create_task(entrance.submit(FlushCache(), caller="a", limit_s=100.0))
+        await asyncio.sleep(0.1)
+        entrance.abandon()
+        with pytest.raises(ClosedError):
+            await waiting
+        with pytest.raises(ClosedError):
+            await entrance.submit(GetVersion(), caller="a", limit_s=1.0)
+
+    on_worker(scenario, {"flush_cache": {0: Step(latency_s=5.0)}})

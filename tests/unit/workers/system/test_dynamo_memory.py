@@ -210,7 +210,7 @@ def test_a_part_can_wake_alone(tags: list[str]) -> None:
     ],
 )
 def test_bodies_of_sleep_are_strict(route: str, body: Any) -> None:
-    """SCENARIOS 42: a malformed one takes nobody out."""
+    """SCENARIOS 41: a malformed one takes nobody out."""
 
     async def scenario(front: Front) -> None:
         assert (await said(front, route, body))["status"] == "error"

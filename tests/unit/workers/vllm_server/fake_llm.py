@@ -12,7 +12,9 @@ from rlbus.workers.vllm_server.exchange import CallFolder, RankOutcome
 SUMS = (TensorSum(name="w", checksum="a" * 16),)
 
 
-def config(*, world_size: int = 2, backend: str | None = "gloo", num_servers: int = 1, index: int = 0) -> Any:
+def config(
+    *, world_size: int = 2, backend: str | None = "gloo", num_servers: int = 1, index: int = 0, has_sleep: bool = False
+) -> Any:
     """The parts of a VllmConfig that are looked at."""
     parallel = SimpleNamespace(
         _api_process_count=num_servers,
@@ -28,7 +30,7 @@ def config(*, world_size: int = 2, backend: str | None = "gloo", num_servers: in
     return SimpleNamespace(
         parallel_config=parallel,
         weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
-        model_config=SimpleNamespace(served_model_name="model"),
+        model_config=SimpleNamespace(served_model_name="model", enable_sleep_mode=has_sleep),
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=None,
     )
@@ -54,9 +56,14 @@ class FakeLLM:
     # Until it is set, or the folder says stop, `update_weights` doesn't return.
     update_may_end: asyncio.Event | None = None
     is_prefix_cache_empty: bool = True
+    has_sleep: bool = False
+    # As vLLM's executor keeps them.
+    sleeping: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.vllm_config = config(world_size=self.world_size, backend=self.backend, num_servers=self.num_servers)
+        self.vllm_config = config(
+            world_size=self.world_size, backend=self.backend, num_servers=self.num_servers, has_sleep=self.has_sleep
+        )
         self.output_processor = SimpleNamespace(request_states={})
         self._folder: CallFolder | None = None
         self._is_open = False
@@ -84,6 +91,33 @@ class FakeLLM:
 
     async def is_paused(self) -> bool:
         return self.paused
+
+    async def is_sleeping(self) -> bool:
+        return self.paused or bool(self.sleeping)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self._note(f"sleep {level} {mode}")
+        self.paused = True
+        if "weights" not in self.sleeping:
+            self.sleeping |= {"weights", "kv_cache"}
+
+    async def release_kv_cache_memory(self) -> None:
+        self._note("release_kv_cache_memory")
+        assert self.paused, "requires a completed pause first"
+        assert not self.sleeping, "requires all executor memory to be resident"
+        self.sleeping.add("kv_cache")
+
+    async def wake_up(self, tags: list[str]) -> bool:
+        """As vLLM's core: the last one resumes it; one that is awake stops the call."""
+        self._note(f"wake_up {' '.join(tags)}")
+        if self.sleeping.issuperset(tags):
+            self.sleeping -= set(tags)
+        if not self.sleeping:
+            self.paused = False
+        return not self.sleeping
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
+        raise NotImplementedError
 
     async def get_weight_version(self) -> str:
         return self.label

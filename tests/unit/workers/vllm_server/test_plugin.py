@@ -39,12 +39,15 @@ def application(events: list[str]) -> Any:
         yield {"state": 1}
         events.append("down")
 
-    return SimpleNamespace(router=SimpleNamespace(lifespan_context=lifespan))
+    def add_middleware(_cls: object, *, guards: object) -> None:
+        events.append("guarded")
+
+    return SimpleNamespace(router=SimpleNamespace(lifespan_context=lifespan), add_middleware=add_middleware)
 
 
 def live(recorder: Recorder, *, is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Build an application with the plugin, as vLLM does, and run its life span."""
-    found = SimpleNamespace(from_env=lambda *_: recorder if is_attached else None)
+    found = SimpleNamespace(from_env=lambda *_, guards: recorder if is_attached else None)
     monkeypatch.setattr(plugin_module, "Attachment", found)
 
     async def main() -> None:
@@ -64,14 +67,14 @@ def test_agent_lives_inside_the_application(monkeypatch: pytest.MonkeyPatch) -> 
     """It starts after vLLM's own start, and ends before vLLM's own end."""
     recorder = Recorder()
     live(recorder, is_attached=True, monkeypatch=monkeypatch)
-    assert recorder.events == ["up", "start", "serving", "stop", "down"]
+    assert recorder.events == ["guarded", "up", "start", "serving", "stop", "down"]
 
 
 def test_server_without_an_agent_lives_as_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second API server, or one without RLBUS_URL."""
     recorder = Recorder()
     live(recorder, is_attached=False, monkeypatch=monkeypatch)
-    assert recorder.events == ["up", "serving", "down"]
+    assert recorder.events == ["guarded", "up", "serving", "down"]
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.endpoint_plugins"])
