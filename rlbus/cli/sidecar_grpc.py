@@ -124,8 +124,8 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], is_sm
     """A server and its agent, each a process that is started again."""
 
     async def serve(bus_config: BusConfig, named: "Named") -> int:
+        from rlbus.workers.addresses import local_address_towards
         from rlbus.workers.vllm_grpc.supervisor import supervise_pair
-        from rlbus.workers.vllm_server.attachment import local_address_towards
 
         return await supervise_pair(
             server,

@@ -135,8 +135,9 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], key: 
     """A server and its agent, each a process that is started again."""
 
     async def serve(bus_config: BusConfig, named: "Named") -> int:
+        from rlbus.workers.addresses import local_address_towards
         from rlbus.workers.vllm_http.supervisor import supervise_pair
-        from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST, local_address_towards
+        from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST
         from rlbus.workers.vllm_server.supervisor import is_cpu_build
 
         advertise_host = os.environ.get(ADVERTISE_HOST) or local_address_towards(bus_config.servers[0])

@@ -29,6 +29,8 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
+from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
@@ -37,6 +39,7 @@ from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
 from rlbus.workers.vllm_server.model import expected_tensors
+from rlbus.workers.vllm_server.native import PassedNative
 from rlbus.workers.vllm_server.sleeping import Sleeping
 from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
 
@@ -81,6 +84,7 @@ class VllmEngine:
         self._completions_url = completions_url
         self._run_dir = run_dir
         parallel = llm.vllm_config.parallel_config
+        self._is_inside = sees_requests
         self._is_only_server = sees_requests and parallel._api_process_count == 1
         is_local = parallel.local_engines_only
         num_engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
@@ -88,6 +92,8 @@ class VllmEngine:
         self._first_dp_index: int = parallel.data_parallel_index if is_local else 0
         self._calls = EngineCalls(llm, parallel.world_size)
         self._sleeping = Sleeping(llm, self._calls)
+        self._passed = PassedNative(llm, self._calls)
+        self._native: NativeEngine = self._passed
         self._exchange: Exchange | None = None
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
@@ -116,7 +122,10 @@ class VllmEngine:
             routes.add("update_weights_from_disk")
             _log.info("updates are checked against %s", self._expected.source)
         if backends:
-            routes.add("update_weights_from_distributed")
+            routes |= {"update_weights_from_distributed", *NATIVE_ROUTES}
+            self._native = GroupedNative(self)
+        elif self._is_inside and (own := config.weight_transfer_config) is not None and own.backend not in BACKENDS:
+            routes |= NATIVE_ROUTES
         # vLLM refuses it where the platform has none; from outside it isn't known.
         if getattr(config.model_config, "enable_sleep_mode", False):
             routes |= SLEEP_ROUTES
@@ -249,7 +258,7 @@ class VllmEngine:
         (`guards`), and is counted.
         """
         done = await self.abort_counted(request_ids)
-        return done.num_aborted + done.num_deferred
+        return (done.num_aborted or 0) + done.num_deferred
 
     async def abort_counted(self, request_ids: Sequence[str] | None) -> AbortedData:
         """See `CountsAborts`."""
@@ -319,7 +328,32 @@ class VllmEngine:
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
+        await self._passed.abort()
         await self._ready().abort()
+
+    # --- an update that somebody else's trainer drives: over our backend a group like any other, else vLLM's own
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `NativeEngine`."""
+        await self._native.init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `NativeEngine`."""
+        await self._native.update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `NativeEngine`."""
+        await self._native.finish_native(version)
+
+    # --- from disk, and what there is
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
