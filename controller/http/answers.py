@@ -10,14 +10,13 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from rlbus._vllm_words import RETRY_AFTER_S, error_body
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, FaultError, PartialError, RLBusError
 from rlbus.schemas import Fault, FaultCode, Outcome, Report
 
 # Response headers: which op it was, and the version that it gave the fleet.
 OP_ID = "x-rlbus-op-id"
 VERSION = "x-rlbus-version"
-# What a client that is told "later" should wait, in seconds; an op takes milliseconds to minutes.
-RETRY_AFTER_S = 1
 
 # Fault code -> status. Any other is 500.
 STATUS_OF: Mapping[FaultCode, HTTPStatus] = {
@@ -62,8 +61,7 @@ def error(
     details: Mapping[str, Any] | None = None,
 ) -> JSONResponse:
     """An error as vLLM's server words it; `details` stand beside it as `rlbus`, for who wants to know more."""
-    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
-    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
+    body = error_body(status, message, param)
     if details is not None:
         body["rlbus"] = dict(details)
     given = dict(headers or {})

@@ -17,9 +17,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from rlbus._http_server import HttpServer
+from rlbus._vllm_words import RETRY_AFTER_S
 from rlbus.bus import Bus
 from rlbus.controller.http import discovery, reading
-from rlbus.controller.http.answers import RETRY_AFTER_S, BadRequestError, error, error_of, status_of
+from rlbus.controller.http.answers import BadRequestError, error, error_of, status_of
 from rlbus.controller.http.calls import Calls
 from rlbus.controller.http.config import HttpConfig
 from rlbus.controller.http.fleet import FleetRoutes

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rlbus._vllm_words import NO_BROADCASTER
 from rlbus.client import as_pause_mode
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import BadRequestError
@@ -141,9 +142,7 @@ class FleetRoutes:
         return done({"status": "ok"}, report)
 
     async def _no_broadcaster(self, _request: Request) -> Response:
-        # Not left out: prime-rl takes a 404 for "needs none", and its trainer would wait in the group for ever.
-        problem = "prime-rl's own NCCL group isn't served; set its weight broadcast to filesystem, or use rlbus.Trainer"
-        raise BadRequestError(problem, None, HTTPStatus.NOT_IMPLEMENTED)
+        raise BadRequestError(NO_BROADCASTER, None, HTTPStatus.NOT_IMPLEMENTED)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 

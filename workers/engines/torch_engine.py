@@ -38,6 +38,8 @@ from rlbus.transfer.bounded import run_in_thread
 from rlbus.transfer.group import JOIN_GRACE_S
 from rlbus.transfer.manifest import num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.engines.torch_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.torch_loras import TorchLoras
@@ -65,6 +67,7 @@ ROUTES = frozenset(
         "sleep",
         "wake_up",
         *LORA_ROUTES,
+        *NATIVE_ROUTES,
     }
 )
 # The label of weights that an update has touched and not finished.
@@ -117,6 +120,7 @@ class TorchEngine(TorchLoras):
         self._ranks = Ranks()
         self._generator: Generator | None = None
         self._session: _Session | None = None
+        self._native = GroupedNative(self)
         self._asleep: frozenset[SleepTag] = frozenset()
 
     @property
@@ -307,6 +311,32 @@ class TorchEngine(TorchLoras):
     async def abort_update(self) -> None:
         """See `Engine`. What was written stays, labelled torn."""
         self._session = None
+
+    # --- an update that somebody else's trainer drives
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `GroupedNative`."""
+        await self._native.init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `GroupedNative`."""
+        await self._native.shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `GroupedNative`."""
+        await self._native.start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `GroupedNative`."""
+        await self._native.update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `GroupedNative`. The version is told only now."""
+        if self._session is not None:
+            self._session.version = version
+        await self._native.finish_native(version)
+
+    # --- from disk, and what there is
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`. By the first rank; the others read the same disk."""
