@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from rlbus.adapter import AdapterError
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, FaultError, PartialError, RLBusError
 from rlbus.schemas import Fault, FaultCode, Outcome, Report
 
@@ -26,8 +27,11 @@ STATUS_OF: Mapping[FaultCode, HTTPStatus] = {
     FaultCode.NO_ROUTE: HTTPStatus.NOT_IMPLEMENTED,
     FaultCode.UNKNOWN_OP: HTTPStatus.NOT_FOUND,
     FaultCode.WRONG_STATE: HTTPStatus.CONFLICT,
+    FaultCode.ASLEEP: HTTPStatus.CONFLICT,
     FaultCode.DIRTY: HTTPStatus.CONFLICT,
     FaultCode.VERSION_REGRESSION: HTTPStatus.CONFLICT,
+    FaultCode.NO_CAPACITY: HTTPStatus.CONFLICT,
+    FaultCode.REVISION_TAKEN: HTTPStatus.CONFLICT,
     FaultCode.CANCELLED: HTTPStatus.CONFLICT,
     FaultCode.MANIFEST_MISMATCH: HTTPStatus.UNPROCESSABLE_ENTITY,
     FaultCode.BUSY: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -99,6 +103,8 @@ def status_of(exc: RLBusError) -> HTTPStatus:
             return HTTPStatus.SERVICE_UNAVAILABLE
         case ConfigError():
             return HTTPStatus.BAD_REQUEST
+        case AdapterError():
+            return HTTPStatus.NOT_FOUND  # as vLLM of a folder that isn't there, or not yet: a shared one may lag
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
 
