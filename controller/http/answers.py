@@ -19,6 +19,7 @@ OP_ID = "x-rlbus-op-id"
 VERSION = "x-rlbus-version"
 # What a client that is told "later" should wait, in seconds; an op takes milliseconds to minutes.
 RETRY_AFTER_S = 1
+RETRY_AFTER = "retry-after"
 
 # Fault code -> status. Any other is 500.
 STATUS_OF: Mapping[FaultCode, HTTPStatus] = {
@@ -72,12 +73,17 @@ def error(
         body["rlbus"] = dict(details)
     given = dict(headers or {})
     if status is HTTPStatus.SERVICE_UNAVAILABLE:
-        given["retry-after"] = str(RETRY_AFTER_S)
+        given[RETRY_AFTER] = str(RETRY_AFTER_S)
     return JSONResponse(body, status_code=status, headers=given)
 
 
-def error_of(exc: RLBusError, what: str, op_id: str | None = None) -> JSONResponse:
-    """The answer to a request that ended with `exc`; `what` is what was tried, as in "pause generation"."""
+def error_of(
+    exc: RLBusError, what: str, op_id: str | None = None, *, later: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE
+) -> JSONResponse:
+    """The answer to a request that ended with `exc`; `what` is what was tried, as in "pause generation".
+
+    `later` is the status of what passes by itself, for a route whose clients ask again after another one only.
+    """
     if isinstance(exc, BadRequestError):
         return error(exc.status, exc.problem, param=exc.param)
     details: dict[str, Any] | None = None
@@ -87,7 +93,10 @@ def error_of(exc: RLBusError, what: str, op_id: str | None = None) -> JSONRespon
     elif isinstance(exc, FaultError):
         details = {"op_id": op_id, **_fault(exc.fault)}
     headers = {} if op_id is None else {OP_ID: op_id}
-    return error(status_of(exc), f"Failed to {what}: {exc}", headers=headers, details=details)
+    status = status_of(exc)
+    if status is HTTPStatus.SERVICE_UNAVAILABLE:
+        status, headers = later, {**headers, RETRY_AFTER: str(RETRY_AFTER_S)}
+    return error(status, f"Failed to {what}: {exc}", headers=headers, details=details)
 
 
 def status_of(exc: RLBusError) -> HTTPStatus:

@@ -2,7 +2,8 @@
 
 vLLM loads a name from a path; here a name has revisions, whose bytes never change. `policy@7` asks for that revision.
 Of `policy` alone the files decide: those of its newest revision keep that, others get the next one, and requests that
-name `policy` get the newest. As in vLLM, only `load_inplace` may do that to a name that is loaded already.
+name `policy` get the newest. A caller that names its op tells repeats by that instead. As in vLLM, a name that is loaded
+already is loaded anew with `load_inplace` only.
 """
 
 import asyncio
@@ -75,11 +76,9 @@ class LoraRoutes:
         try:
             report = await self._run_load(request, body)
         except RLBusError as exc:
-            answer = error_of(exc, "load the adapter", request.scope.get(OP_ID))
-            if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
-                # Of adapters, prime-rl's client asks again after 404 and 500 only.
-                answer.status_code = int(HTTPStatus.INTERNAL_SERVER_ERROR)
-            return answer
+            # Of adapters, prime-rl's client asks again after 404 and 500 only.
+            later = HTTPStatus.INTERNAL_SERVER_ERROR
+            return error_of(exc, "load the adapter", request.scope.get(OP_ID), later=later)
         answer = done({"status": "ok"}, report)
         answer.headers[LORA] = _ids(report)
         return answer
@@ -96,16 +95,14 @@ class LoraRoutes:
         return body
 
     async def _run_load(self, request: Request, body: LoadBody) -> Report:
-        given = _checksum_of(request)
+        given, is_named = _checksum_of(request), reading.op_id_of(request) is not None
 
         async def load(fleet: FleetClient, *, target: Target, op_id: str, deadline_s: float) -> Report:
             view = await fleet.status(deadline_s=LIST_DEADLINE_S)
             name, revision = _split(body.lora_name)
             _check_free(view, body, target, op_id)
-            # What a repeat finds is what it has made.
-            is_repeat = any(one.op_id == op_id for one in view.loras)
             checksum = await _sum_of(body.lora_path, deadline_s) if given is None else given
-            if revision is None and not is_repeat:
+            if revision is None and not is_named:  # of a named op, the name says what is a repeat
                 revision = _same(view.loras, name, checksum)
             return await fleet.load_lora(
                 name,
@@ -158,6 +155,7 @@ def cards(view: FleetView, created: int) -> list[dict[str, Any]]:
             m
             for m in admitted
             if _means(one.target, m.descriptor.component, m.descriptor.instance_id)
+            and "load_lora" in m.descriptor.routes
             and all(behind.id != own for behind in m.loras_behind)
         ]
         if having:
