@@ -2,7 +2,7 @@
 
 vLLM loads a name from a path; here a name has revisions, whose bytes never change. `policy@7` asks for that revision.
 Of `policy` alone the files decide: those of its newest revision keep that, others get the next one, and requests that
-name `policy` get the newest. A caller that names its op tells repeats by that instead. As in vLLM, a name that is loaded
+name `policy` get the newest. A caller that names its op tells repeats by that instead. As in vLLM, a name that is there
 already is loaded anew with `load_inplace` only.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rlbus.adapter import ADAPTER_FILES, AdapterError, adapter_sum
@@ -22,7 +22,6 @@ from rlbus.client import FleetClient
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import OP_ID, BadRequestError, error_of
 from rlbus.controller.http.calls import Calls, answered, done
-from rlbus.controller.http.native import NoBody
 from rlbus.errors import DeadlineError, RLBusError
 from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S
 from rlbus.schemas import FleetLora, FleetView, FolderSource, Report, Target, is_lora_name, lora_id, split_lora_id

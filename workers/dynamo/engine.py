@@ -166,7 +166,7 @@ class DynamoEngine:
             found.add(_FLUSH)
         if {_ABORT, _PAUSE, _RESUME} <= listed:
             found.add(_ABORT)
-        if _LABELS <= listed:
+        if listed >= _LABELS:
             found.add("set_weight_version")
         if self._expected is not None and _LABELS | {_DISK, _PAUSE} <= listed:
             found.add(_DISK)

@@ -69,7 +69,12 @@ def rows(*members: MemberView, probed: dict[str, str | None] | None = None) -> l
 
 def test_the_answer_is_dynamos_to_the_letter() -> None:
     """Golden: names, order, types and nesting, with the largest instance id as a number that isn't rounded."""
-    worker = member("backend/18446744073709551615", system_url="http://10.0.0.1:18081", routes=("update_weights", "flush_cache"), world_size=2)
+    worker = member(
+        "backend/18446744073709551615",
+        system_url="http://10.0.0.1:18081",
+        routes=("update_weights", "flush_cache"),
+        world_size=2,
+    )
     view = view_of(worker)
     text = json.dumps(answer(view, [worker], {"http://10.0.0.1:18081": None}))
     assert text == (

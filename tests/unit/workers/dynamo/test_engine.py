@@ -115,7 +115,13 @@ def test_a_model_whose_tensors_are_not_known_takes_no_updates(tmp_path: Path) ->
     empty = tmp_path / "empty"
     empty.mkdir()
     info = info_of(FakeWorker(), tmp_path, model_dir=empty)
-    assert info.routes == {"pause_generation", "resume_generation", "flush_cache", "abort_request", "set_weight_version"}
+    assert info.routes == {
+        "pause_generation",
+        "resume_generation",
+        "flush_cache",
+        "abort_request",
+        "set_weight_version",
+    }
 
 
 def test_how_the_worker_was_found_is_told(tmp_path: Path) -> None:
