@@ -43,8 +43,9 @@ def test_each_adopted_worker_has_a_surface_of_its_own(tmp_path: Path) -> None:
         headers = {"authorization": "Bearer sesame"}
         async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(timeout=10.0, headers=headers) as client:
             try:
-                while len(adoption.agents) < 2 or not all(agent.ready.is_set() for agent in adoption.agents):
+                while len(adoption.agents) < 2:  # noqa: ASYNC110 - adoption tells people, not programs
                     await asyncio.sleep(0.05)
+                await asyncio.gather(*(agent.ready.wait() for agent in adoption.agents))
                 urls = {a.descriptor.instance_id: a.descriptor.system_url for a in adoption.agents}
                 assert len(set(urls.values())) == 2
                 assert (await client.get(f"{urls['1']}/health", headers={"authorization": "no"})).status_code == 401

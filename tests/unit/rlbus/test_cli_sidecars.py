@@ -24,8 +24,8 @@ pytestmark = pytest.mark.unit
         (("--url", "http://h:1", "--api-key-env", "NOT_SET"), "there is no variable of that name"),
         (("--", "--dtype", "float32"), "give the model first"),
         (("--no-restart", "--", "MODEL"), "it goes with --url"),
-        (("--url", "http://h:1", "--system-host", "0.0.0.0"), "RLBUS_SYSTEM_TOKEN"),
-        (("--url", "http://h:1", "--no-restart", "--system-host", "0.0.0.0"), "RLBUS_SYSTEM_TOKEN"),
+        (("--bus", "nats://h:1", "--url", "http://h:1", "--system-host", "::"), "RLBUS_SYSTEM_TOKEN"),
+        (("--bus", "nats://h:1", "--url", "http://h:1", "--no-restart", "--system-host", "::"), "RLBUS_SYSTEM_TOKEN"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_do(
