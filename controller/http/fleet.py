@@ -18,6 +18,7 @@ from rlbus.client import as_pause_mode
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import BadRequestError
 from rlbus.controller.http.calls import MAX_LIMIT_S, Calls, answered, done
+from rlbus.controller.http.loras import LoraRoutes
 from rlbus.controller.http.memory import QUESTION_S, MemoryRoutes, living
 from rlbus.controller.http.native import NativeRoutes, NoBody
 from rlbus.errors import PartialError
@@ -74,6 +75,7 @@ class FleetRoutes:
             Route("/weight_info", answered("get the weight version", self._weight_info), methods=["GET"]),
             *self._native.routes(),
             *MemoryRoutes(self._calls).routes(),
+            *LoraRoutes(self._calls).routes(),
         ]
 
     # -- verbs --------------------------------------------------------------------------------------------------------
