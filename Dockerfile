@@ -5,34 +5,41 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS base
-# Of no rights; volumes that are mounted here are its own.
+# A user without rights; the volumes that are mounted here start as its own.
 RUN useradd --uid 10001 --create-home rlbus && mkdir /data /model && chown rlbus /data /model
 ENV PATH=/opt/rlbus/bin:$PATH PYTHONUNBUFFERED=1
+WORKDIR /home/rlbus
 
-FROM base AS build-control
+# What rlbus needs comes before rlbus itself, so that a change of the source doesn't install torch again.
+FROM base AS needs
 ARG PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_FIND_LINKS=/wheels PIP_CONSTRAINT=/src/constraints.txt
 WORKDIR /src
 COPY docker/wheels /wheels
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY rlbus rlbus
-COPY schemas schemas
-COPY workers workers
-COPY controller controller
+COPY docker/needs.py docker/needs.py
+COPY pyproject.toml constraints.txt ./
 # In a venv: Debian's own Python takes no packages otherwise (PEP 668).
 RUN python3 -m venv /opt/rlbus \
- && pip install --no-cache-dir --disable-pip-version-check --find-links /wheels ${PIP_OPTIONS} -c constraints.txt .
+ && python3 docker/needs.py > needs.txt && pip install ${PIP_OPTIONS} -r needs.txt
 
-FROM build-control AS build-torch
-RUN pip install --no-cache-dir --disable-pip-version-check --find-links /wheels ${PIP_OPTIONS} -c constraints.txt '.[torch]'
-
-FROM base AS torch
-COPY --from=build-torch /opt/rlbus /opt/rlbus
-USER rlbus
-WORKDIR /home/rlbus
-ENTRYPOINT ["rlbus"]
+FROM needs AS build-control
+ARG PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
+COPY . .
+RUN pip install ${PIP_OPTIONS} --no-deps . && cp docker/healthy.py docker/nats.conf /opt/rlbus/
 
 FROM base AS control
 COPY --from=build-control /opt/rlbus /opt/rlbus
 USER rlbus
-WORKDIR /home/rlbus
+ENTRYPOINT ["rlbus"]
+
+# Below `control`, since Docker without BuildKit builds every stage above the one that is asked for.
+FROM needs AS build-torch
+ARG PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
+RUN python3 docker/needs.py torch > needs.txt && pip install ${PIP_OPTIONS} -r needs.txt
+COPY . .
+RUN pip install ${PIP_OPTIONS} --no-deps . && cp docker/healthy.py /opt/rlbus/
+
+FROM base AS torch
+COPY --from=build-torch /opt/rlbus /opt/rlbus
+USER rlbus
 ENTRYPOINT ["rlbus"]
