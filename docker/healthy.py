@@ -1,4 +1,4 @@
-"""A health check without curl: `python healthy.py PORT [PATH]` ends with 0 if this container's server says 200 there."""
+"""A health check without curl: `python healthy.py PORT [PATH]` ends with 0 if the server of this container says 200."""
 
 import http.client
 import os

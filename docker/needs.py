@@ -5,4 +5,7 @@ import tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-print(*project["dependencies"], *(line for extra in sys.argv[1:] for line in project["optional-dependencies"][extra]), sep="\n")
+needs = [*project["dependencies"]]
+for extra in sys.argv[1:]:
+    needs += project["optional-dependencies"][extra]
+print("\n".join(needs))
