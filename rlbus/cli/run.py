@@ -287,6 +287,9 @@ def worker_torch(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the model.", exists=True, file_okay=False)],
     ranks: Annotated[int, typer.Option(help="Processes, each with its own copy of the model.", min=1)] = 1,
     max_loras: Annotated[int, typer.Option(help="Adapters that it holds at once.", min=1, max=256)] = 8,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address of /v1/completions, which asks nobody for a token.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of /v1/completions; 0 takes a free one.", min=0, max=65535)] = 0,
     url: Url = None,
     namespace: Namespace = None,
@@ -309,7 +312,16 @@ def worker_torch(
             from rlbus.workers.engines.torch_engine import TorchEngine
         except ImportError as exc:
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
-        return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or (), max_loras=max_loras)
+        announced = worker.reachable_host(host)
+        return TorchEngine(
+            model,
+            num_ranks=ranks,
+            host=host,
+            port=port,
+            advertise_host=announced,
+            roots=weight_root or (),
+            max_loras=max_loras,
+        )
 
     worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root, system_host, system_port)
     if no_restart:
@@ -318,7 +330,7 @@ def worker_torch(
     if importlib.util.find_spec("torch") is None:
         worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
-    options = ("--ranks", str(ranks), "--port", str(port), "--max-loras", str(max_loras), *roots)
+    options = ("--ranks", str(ranks), "--host", host, "--port", str(port), "--max-loras", str(max_loras), *roots)
     worker.supervise(("torch", str(model.absolute()), *options, *worker.system_arguments))
 
 
@@ -399,6 +411,12 @@ class _Worker:
         from rlbus.workers.system.settings import SystemConfig
 
         return SystemConfig.from_env(host=self._system_host, port=self._system_port)
+
+    def reachable_host(self, listens_on: str) -> str:
+        """What it announces as the host of a server that listens there: RLBUS_ADVERTISE_HOST, or the way to the bus."""
+        from rlbus.workers.addresses import reachable_host
+
+        return reachable_host(listens_on, self._system().advertise_host, self._config().servers[0])
 
     def fail(self, error: ConfigError) -> NoReturn:
         """End with an error before anything was started."""
