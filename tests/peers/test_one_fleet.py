@@ -129,6 +129,19 @@ def test_each_is_there_with_the_engine_that_it_is(scene: Scene) -> None:
     assert set(map(tuple, scene.tokens().values())) == {tuple(greedy(scene.model))}
 
 
+def test_what_an_engine_has_not_is_not_advertised(scene: Scene) -> None:
+    """So that nobody finds out by a command that fails half way (docs/engines.md, the cells that say no)."""
+    members = scene.members()
+    no_sleep = {"sleep", "wake_up"}
+    not_from_outside = {*no_sleep, "load_lora", "unload_lora", "list_loras", "set_weight_version"}
+    for worker in scene.workers:
+        lacks = no_sleep if worker == PLUGIN else not_from_outside
+        assert not lacks & set(members[worker]["descriptor"]["routes"]), worker
+    loras = {worker: member["status"]["loras"] for worker, member in members.items()}
+    assert loras.pop(PLUGIN)["can_hot_swap"] is False
+    assert set(loras.values()) == {None}
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_one_pause_holds_all_and_one_resume_lets_all_go(scene: Scene, mode: str) -> None:
     """A request that comes meanwhile is answered by nobody, and by everybody afterwards."""

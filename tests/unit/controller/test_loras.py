@@ -18,14 +18,12 @@ from rlbus.schemas import (
     PauseGeneration,
     Report,
     ResumeGeneration,
-    Target,
 )
 from rlbus.testing import Faults, MemoryTransport
-from rlbus.workers.engines.fake import ROUTES
 from rlbus.workers.engines.fake_loras import UnknownModelError
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller.lora_stage import adapter, listed, on_fleet, serving, taker, takers
-from tests.unit.controller.scene import Scene, outcomes, w, worker
+from tests.unit.controller.scene import Scene, outcomes, w
 
 pytestmark = pytest.mark.unit
 
@@ -50,24 +48,6 @@ def test_a_load_pauses_all_loads_on_all_and_lets_all_go(tmp_path: Path) -> None:
         assert listed(await scene.fleet.client.loras()) == {"1": ["policy@1"], "2": ["policy@1"]}
 
     on_fleet(takers(1, 2), scenario)
-
-
-def test_in_a_fleet_where_some_take_no_adapters_who_can_is_addressed_and_listed(tmp_path: Path) -> None:
-    """A load for all is refused with nobody touched; a list is of those that take any, and of nobody else."""
-    folder = adapter(tmp_path / "a")
-    plain = ROUTES - {"load_lora", "unload_lora", "list_loras"}
-
-    async def scenario(scene: Scene) -> None:
-        client = scene.fleet.client
-        with pytest.raises(RefusedError, match=r"backend/2 \(fake\) doesn't serve load_lora; .*: backend/1"):
-            await client.load_lora("policy", folder)
-        assert await scene.generations() == [RUNNING, RUNNING]
-        await client.load_lora("policy", folder, target=Target(workers=(w(1),)))
-        assert listed(await client.loras()) == {"1": ["policy@1"]}
-        with pytest.raises(RefusedError, match="doesn't serve list_loras"):
-            await client.loras(Target(workers=(w(2),)))
-
-    on_fleet([taker(1), worker(2, routes=plain)], scenario)
 
 
 def test_a_shared_folder_is_read_by_the_workers_themselves(tmp_path: Path) -> None:
