@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlbus.controller.causes import fault
 from rlbus.controller.op_ids import is_pause_of_op
-from rlbus.controller.registry import Member, Registry
+from rlbus.controller.registry import Member, Registry, list_names
 from rlbus.controller.update_state import Candidate, Group, Plan
 from rlbus.errors import ManifestError
 from rlbus.schemas import (
@@ -85,12 +85,16 @@ def check_target(registry: Registry, target: Target) -> Fault | None:
 
 
 def check_route(members: Sequence[Member], route: str) -> Fault | None:
-    """Whether everybody serves `route`; the fault names the first who doesn't."""
-    for member in members:
-        if route not in member.descriptor.routes:
-            message = f"{member.worker} ({member.descriptor.engine}) doesn't serve {route}"
-            return fault(FaultCode.NO_ROUTE, message, worker=member.worker, route=route)
-    return None
+    """Whether everybody serves `route`; the fault names those who don't, and how to address those who do."""
+    lacking = [f"{m.worker} ({m.descriptor.engine})" for m in members if route not in m.descriptor.routes]
+    if not lacking:
+        return None
+    serving = [m.worker for m in members if route in m.descriptor.routes]
+    message = f"{list_names(lacking)} {'does' if len(lacking) == 1 else 'do'}n't serve {route}"
+    if serving:
+        message = f"{message}; address those that do (--worker, --component): {list_names(serving)}"
+    worker = lacking[0].partition(" ")[0]
+    return fault(FaultCode.NO_ROUTE, message, worker=worker, route=route)
 
 
 def check_awake(members: Sequence[Member]) -> Fault | None:
@@ -101,6 +105,13 @@ def check_awake(members: Sequence[Member]) -> Fault | None:
     listed = ", ".join(asleep)
     message = f"the weights of {listed} sleep; wake them (`rlbus wake --tags weights`), or leave them out of the target"
     return fault(FaultCode.ASLEEP, message, workers=listed, tags=SleepTag.WEIGHTS.value)
+
+
+def asked(members: Sequence[Member], request: Request) -> Sequence[Member]:
+    """Whom of the target a verb is for: all, but a question about adapters only those that take any, if some do."""
+    if not isinstance(request, ListLoras):
+        return members
+    return [m for m in members if _ROUTE[ListLoras] in m.descriptor.routes] or members
 
 
 def check_verb(members: Sequence[Member], request: Request) -> Fault | None:

@@ -323,15 +323,15 @@ class Registry:
             lacks.append(f"{len(there)} of {num_workers} workers are there")
         absent = self.unaddressable(target)
         if absent:
-            lacks.append("missing " + _names(f"{w} ({why})" for w, why in absent.items()))
+            lacks.append("missing " + list_names(f"{w} ({why})" for w, why in absent.items()))
         if not lacks:
             return None
-        lacks.append("there: " + _names(f"{m.worker} ({m.descriptor.world_size})" for m in there))
+        lacks.append("there: " + list_names(f"{m.worker} ({m.descriptor.world_size})" for m in there))
         names = target.workers or ()
         alive = {m.worker for m in there}
         out = [m for m in self.members() if _is_meant(m, target) and m.worker not in alive and m.worker not in names]
         if out:
-            lacks.append("not counted: " + _names(f"{m.worker} ({self.refusal(m) or 'suspect'})" for m in out))
+            lacks.append("not counted: " + list_names(f"{m.worker} ({self.refusal(m) or 'suspect'})" for m in out))
         return "; ".join(lacks)
 
     def view(self, now_s: float, *, term: int, epoch: int | None, op_id: str | None) -> FleetView:
@@ -481,7 +481,8 @@ def _is_meant(member: Member, target: Target) -> bool:
     return in_components or (target.workers is not None and member.worker in target.workers)
 
 
-def _names(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
+    """For a message to a person: at most MAX_NAMES of them, and how many more there are."""
     listed = list(names)
     if not listed:
         return "nobody"

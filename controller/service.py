@@ -364,7 +364,7 @@ class Controller:
         is_mutation = not isinstance(request, AbortFleet | GetVersions | ListLoras)
         if self._is_handled(request, message, is_mutation=is_mutation):
             return
-        members = self.registry.addressable(request.target)
+        members = admission.asked(self.registry.addressable(request.target), request)
         problem = admission.check_verb(members, request)
         version = Version()
         if problem is None and isinstance(request, ReloadFleet):

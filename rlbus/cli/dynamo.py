@@ -9,7 +9,8 @@ import typer
 
 from rlbus.cli.options import Json, run_command
 from rlbus.cli.output import ExitCode, Output
-from rlbus.cli.run import NoRestart, SystemHost, WeightRoots, log_as_service
+from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
+from rlbus.cli.services import log_as_service
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of
 from rlbus.config import BusConfig
 from rlbus.errors import BrokenError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbus.workers.torch_lm.make import make_tiny_model
+from rlbus.workers.torch_lm.make import make_tiny_adapter, make_tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -22,6 +22,7 @@ ELSEWHERE = {
     "rlbus worker vllm MODEL --dtype float32": "tests/integration/test_vllm_worker.py and tests/engines",
     "rlbus worker vllm-http --url": "tests/peers/test_vllm_http.py",
     "rlbus worker dynamo --discovery": "tests/peers/test_dynamo.py",
+    "rlbus worker vllm-grpc --target": "tests/peers/test_vllm_rs.py",
     "VLLM_PLUGINS=rlbus vllm serve MODEL": "tests/engines/cases_vllm.py starts the same plugin",
 }
 LIMIT_S = 100.0
@@ -64,6 +65,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(model: Path) -> Path:
+    """One for it."""
+    return make_tiny_adapter(model.parent / "adapter", model, seed=1)
+
+
+@pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
     """What the README's first commands start: `rlbus up`, and the torch worker with its two ranks."""
     lines = commands()
@@ -86,11 +93,11 @@ def test_every_command_of_the_readme_is_known_to_this_test() -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in commands() if re.match(r"rlbus (?!worker |up\b|controller)", line)])
-def test_a_command_of_the_readme_succeeds(url: str, model: Path, line: str) -> None:
+def test_a_command_of_the_readme_succeeds(url: str, model: Path, adapter: Path, line: str) -> None:
     """Against a live fleet, in the README's order; alternatives in comments are not commands."""
     argv, env = python(url)
     done = subprocess.run(
-        [*argv, "-m", *line.replace("DIR", str(model)).split()],
+        [*argv, "-m", *line.replace("ADAPTER", str(adapter)).replace("DIR", str(model)).split()],
         env=env,
         capture_output=True,
         text=True,

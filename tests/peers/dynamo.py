@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -205,24 +207,31 @@ def completion_body(model: str, prompt: tuple[int, ...], num_tokens: int, *, str
     }
 
 
-@asynccontextmanager
-async def dynamo(folder: Path, programs: Programs) -> AsyncIterator[Dynamo]:
-    """A NATS server, a front end, and the environment for workers. Cancel: everything is stopped."""
+def on_nats(folder: Path, programs: Programs, nats_url: str) -> Dynamo:
+    """A fleet on a NATS server (`nats://TOKEN@HOST:PORT`), nothing of which is started yet. Its files: `folder`."""
     stubs = folder / "stubs" / "torchvision"
     stubs.mkdir(parents=True)
     (stubs / "__init__.py").write_text(STUB)
+    server = urlsplit(nats_url)
+    paths = [str(stubs.parent), *(path for path in (os.environ.get("PYTHONPATH"),) if path)]
+    env = clean_env(
+        **small_machine_env(),
+        VLLM_CPU_KVCACHE_SPACE="1",
+        NATS_SERVER=f"nats://{server.hostname}:{server.port}",
+        NATS_AUTH_TOKEN=server.username or "",
+        DYN_DISCOVERY_BACKEND="file",
+        DYN_FILE_KV=str(folder / "kv"),
+        DYN_REQUEST_PLANE="nats",
+        PYTHONPATH=os.pathsep.join(paths),
+    )
+    return Dynamo(programs, make_model(folder / "model"), env, nats_url)
+
+
+@asynccontextmanager
+async def dynamo(folder: Path, programs: Programs) -> AsyncIterator[Dynamo]:
+    """A NATS server, a front end, and the environment for workers. Cancel: everything is stopped."""
     async with EmbeddedServer() as server:
-        env = clean_env(
-            **small_machine_env(),
-            VLLM_CPU_KVCACHE_SPACE="1",
-            NATS_SERVER=f"nats://127.0.0.1:{server.port}",
-            NATS_AUTH_TOKEN=server.token,
-            DYN_DISCOVERY_BACKEND="file",
-            DYN_FILE_KV=str(folder / "kv"),
-            DYN_REQUEST_PLANE="nats",
-            PYTHONPATH=str(stubs.parent),
-        )
-        fleet = Dynamo(programs, make_model(folder / "model"), env, server.url)
+        fleet = on_nats(folder, programs, server.url)
         frontend = fleet.start_frontend()
         try:
             await asyncio.to_thread(frontend.until_answers, f"{fleet.rl_url}/v1/rl/workers")

@@ -90,6 +90,21 @@ def test_an_update_that_cannot_be_is_refused_with_the_reason(
     assert (None if found is None else found.code, "" if found is None else found.message) == (code, says)
 
 
+def test_a_verb_that_some_do_not_serve_is_refused_with_who_can_not_and_who_can() -> None:
+    """So that whoever asked can address the others, without looking for them."""
+    plain = [announcement(f"backend/{number}", routes=("hello",)) for number in range(1, 11)]
+    able = announcement("vllm/1", routes=("hello", "load_lora"))
+    members = fleet(*plain, able).addressable(ALL)
+    found = admission.check_route(members, "load_lora")
+    assert found is not None
+    assert found.code is FaultCode.NO_ROUTE
+    assert found.message.startswith("backend/1 (fake), backend/")
+    assert found.message.endswith(
+        " and 2 more don't serve load_lora; address those that do (--worker, --component): vllm/1"
+    )
+    assert admission.check_route(members, "hello") is None
+
+
 def test_an_unknown_manifest_and_an_unknown_dtype_are_refused() -> None:
     """The first can be put and tried again, the second can't be sent at all."""
     registry = fleet(GOOD)

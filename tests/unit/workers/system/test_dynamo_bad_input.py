@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rlbus._engine_routes import engine_routes
 from rlbus.workers.system.testing import Front, on_surface
 
 pytestmark = pytest.mark.unit
@@ -21,6 +22,8 @@ NAMES = [
     "update_weights_from_distributed",
     "update_weights_from_tensor",
 ]
+# What Dynamo and SGLang have in common.
+WHOLE_UPDATE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
 
 
 async def error(front: Front, route: str, body: Any = None, **headers: str) -> dict[str, Any]:
@@ -114,3 +117,35 @@ def test_without_the_token_no_route_does_anything(route: str) -> None:
         assert set(front.rig.engine.calls) <= {"start", "observe"}
 
     on_surface(scenario, tokens=("right",))
+
+
+def test_tensors_in_a_body_are_refused_in_dynamos_words_and_not_advertised() -> None:
+    """Dynamo lists the route and says then that it isn't there; who asks here for the routes doesn't find it."""
+
+    async def scenario(front: Front) -> None:
+        said = await error(front, "update_weights_from_tensor", {"serialized_named_tensors": ["AA=="]})
+        assert said["message"] == "update_weights_from_tensor is not implemented"
+        assert "update_weights_from_tensor" not in engine_routes(front.rig.agent.descriptor.routes)
+
+    on_surface(scenario)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("update_weights_from_disk", {"model_path": "/x", "flush_cache": True}, "flush_cache"),
+        ("update_weights_from_distributed", {**WHOLE_UPDATE, "flush_cache": True}, "flush_cache"),
+        ("update_weights_from_distributed", {**WHOLE_UPDATE, "load_format": "dtensor"}, "load_format"),
+        ("abort_request", {"rid": "a"}, "rid"),
+    ],
+)
+def test_sglangs_forms_of_these_routes_are_refused_and_the_field_is_named(
+    route: str, body: dict[str, Any], field: str
+) -> None:
+    """Other bodies under the same names: not taken for Dynamo's."""
+
+    async def scenario(front: Front) -> None:
+        assert field in (await error(front, route, body))["message"]
+        assert set(front.rig.engine.calls) <= {"start", "observe"}
+
+    on_surface(scenario)
