@@ -23,6 +23,7 @@ ELSEWHERE = {
     "rlbus worker vllm-http --url": "tests/peers/test_vllm_http.py",
     "rlbus worker dynamo --discovery": "tests/peers/test_dynamo.py",
     "rlbus worker vllm-grpc --target": "tests/peers/test_vllm_rs.py",
+    "docker compose up --build": "tests/compose",
     "VLLM_PLUGINS=rlbus vllm serve MODEL": "tests/engines/cases_vllm.py starts the same plugin",
 }
 LIMIT_S = 100.0
