@@ -53,9 +53,9 @@ def test_status_and_discovery_answer_outside_through_published_ports(fleet: Flee
     for member in members:
         for url in (member["descriptor"]["completions_url"], member["descriptor"]["system_url"]):
             assert httpx.URL(url).host not in ("0.0.0.0", "127.0.0.1", "localhost")
-    stranger = fleet.rlbus("status", token="wrong")
+    stranger = fleet.rlbus("status", token="sesame")
     assert stranger.returncode != 0
-    assert "wrong" not in stranger.stderr
+    assert "sesame" not in stranger.stderr
 
     workers = f"http://127.0.0.1:{fleet.http_port}/v1/rl/workers"
     answer = httpx.get(workers, headers={"Authorization": f"Bearer {fleet.token}"})
