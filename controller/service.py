@@ -82,6 +82,8 @@ STOP_S = 8.0
 
 # Name of an op that brings workers to the version that the fleet has.
 CATCH_UP = "catch_up"
+# What the journal says of a resume that didn't ask for clean weights.
+FORCED = "forced"
 VerbRequest = PauseFleet | ResumeFleet | FlushFleet | AbortFleet | GetVersions | SleepFleet | WakeFleet | ListLoras
 
 
@@ -381,7 +383,8 @@ class Controller:
         if self._succession is not None and is_mutation:
             given = version if isinstance(request, ReloadFleet) else None
             held = asleep(members, request.tags) if isinstance(request, SleepFleet) else admission.held(members)
-            record = self._succession.record(request, name, members, held=held, version=given)
+            what = FORCED if isinstance(request, ResumeFleet) and request.force else None
+            record = self._succession.record(request, name, members, held=held, version=given, what=what)
         self._desk.begin(op, message.reply, work, is_mutation=is_mutation, record=record)
 
     async def _run_verb(

@@ -27,8 +27,8 @@ class AbortedData(Data, frozen=True, kw_only=True, tag="aborted"):
     """After an abort: how many requests were ended at once (None from an engine that doesn't count them), and how many
     will be at their first token.
 
-    `num_left` is how many of those that were meant are in flight still, after an abort of all has waited for them with
-    the entrance closed (None: the engine doesn't count).
+    `num_aborted` is None from an engine that doesn't count. `num_left` is how many of those that were meant are in
+    flight still, after an abort of all has waited for them with the entrance closed (None: the engine doesn't count).
     """
 
     num_aborted: int | None = None

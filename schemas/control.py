@@ -332,7 +332,7 @@ class HistoryItem(Wire, frozen=True, kw_only=True):
 
     `term` is the leader that began it; `settled_by` the one that finished it or took it back after that leader was gone
     (None: nobody had to). `num_ok` of `num_workers` ended ok. `phase` is the last one that was written down. `what` is
-    what it was about, of an op about adapters: "policy@7".
+    what it was about, of an op about adapters: "policy@7"; "forced" of a resume that didn't ask for clean weights.
     """
 
     op_id: OpId

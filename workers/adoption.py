@@ -16,6 +16,8 @@ from rlbus.workers.state import Lease, WorkerState
 FOUND_LEASE_S = 30.0
 # Who holds such a pause.
 OWNER = "an agent before this one"
+# Weights as a fresh engine loads them, which no update through rlbus has replaced.
+INITIAL = WeightsView(state=WeightsState.CLEAN)
 
 
 def adopt(state: WorkerState, past: Noted | None, found: Found, now: float) -> WorkerState:
@@ -33,6 +35,7 @@ def _weights(state: WorkerState, past: Noted | None, found: Found) -> WeightsVie
     if found.is_torn:
         return WeightsView(state=WeightsState.DIRTY, last_good=None if before is None else before.last_good)
     if found.label is None:
-        return state.weights
+        # Nobody has updated it, and what was noted says that nobody had: it is what it was started from, as then.
+        return INITIAL if before == INITIAL else state.weights
     is_same = before is not None and before.state is WeightsState.CLEAN and str(before.version) == found.label
     return before if before is not None and is_same else WeightsView(state=WeightsState.UNKNOWN)

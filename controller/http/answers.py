@@ -10,14 +10,15 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from rlbus._vllm_words import RETRY_AFTER_S, error_body
+from rlbus.adapter import AdapterError
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, FaultError, PartialError, RLBusError
 from rlbus.schemas import Fault, FaultCode, Outcome, Report
 
 # Response headers: which op it was, and the version that it gave the fleet.
 OP_ID = "x-rlbus-op-id"
 VERSION = "x-rlbus-version"
-# What a client that is told "later" should wait, in seconds; an op takes milliseconds to minutes.
-RETRY_AFTER_S = 1
+RETRY_AFTER = "retry-after"
 
 # Fault code -> status. Any other is 500.
 STATUS_OF: Mapping[FaultCode, HTTPStatus] = {
@@ -26,8 +27,11 @@ STATUS_OF: Mapping[FaultCode, HTTPStatus] = {
     FaultCode.NO_ROUTE: HTTPStatus.NOT_IMPLEMENTED,
     FaultCode.UNKNOWN_OP: HTTPStatus.NOT_FOUND,
     FaultCode.WRONG_STATE: HTTPStatus.CONFLICT,
+    FaultCode.ASLEEP: HTTPStatus.CONFLICT,
     FaultCode.DIRTY: HTTPStatus.CONFLICT,
     FaultCode.VERSION_REGRESSION: HTTPStatus.CONFLICT,
+    FaultCode.NO_CAPACITY: HTTPStatus.CONFLICT,
+    FaultCode.REVISION_TAKEN: HTTPStatus.CONFLICT,
     FaultCode.CANCELLED: HTTPStatus.CONFLICT,
     FaultCode.MANIFEST_MISMATCH: HTTPStatus.UNPROCESSABLE_ENTITY,
     FaultCode.BUSY: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -62,18 +66,22 @@ def error(
     details: Mapping[str, Any] | None = None,
 ) -> JSONResponse:
     """An error as vLLM's server words it; `details` stand beside it as `rlbus`, for who wants to know more."""
-    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
-    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
+    body = error_body(status, message, param)
     if details is not None:
         body["rlbus"] = dict(details)
     given = dict(headers or {})
     if status is HTTPStatus.SERVICE_UNAVAILABLE:
-        given["retry-after"] = str(RETRY_AFTER_S)
+        given[RETRY_AFTER] = str(RETRY_AFTER_S)
     return JSONResponse(body, status_code=status, headers=given)
 
 
-def error_of(exc: RLBusError, what: str, op_id: str | None = None) -> JSONResponse:
-    """The answer to a request that ended with `exc`; `what` is what was tried, as in "pause generation"."""
+def error_of(
+    exc: RLBusError, what: str, op_id: str | None = None, *, later: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE
+) -> JSONResponse:
+    """The answer to a request that ended with `exc`; `what` is what was tried, as in "pause generation".
+
+    `later` is the status of what passes by itself, for a route whose clients ask again after another one only.
+    """
     if isinstance(exc, BadRequestError):
         return error(exc.status, exc.problem, param=exc.param)
     details: dict[str, Any] | None = None
@@ -83,7 +91,10 @@ def error_of(exc: RLBusError, what: str, op_id: str | None = None) -> JSONRespon
     elif isinstance(exc, FaultError):
         details = {"op_id": op_id, **_fault(exc.fault)}
     headers = {} if op_id is None else {OP_ID: op_id}
-    return error(status_of(exc), f"Failed to {what}: {exc}", headers=headers, details=details)
+    status = status_of(exc)
+    if status is HTTPStatus.SERVICE_UNAVAILABLE:
+        status, headers = later, {**headers, RETRY_AFTER: str(RETRY_AFTER_S)}
+    return error(status, f"Failed to {what}: {exc}", headers=headers, details=details)
 
 
 def status_of(exc: RLBusError) -> HTTPStatus:
@@ -99,6 +110,8 @@ def status_of(exc: RLBusError) -> HTTPStatus:
             return HTTPStatus.SERVICE_UNAVAILABLE
         case ConfigError():
             return HTTPStatus.BAD_REQUEST
+        case AdapterError():
+            return HTTPStatus.NOT_FOUND  # as vLLM of a folder that isn't there, or not yet: a shared one may lag
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
 

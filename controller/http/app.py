@@ -17,13 +17,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from rlbus._http_server import HttpServer
+from rlbus._vllm_words import RETRY_AFTER_S
 from rlbus.bus import Bus
 from rlbus.controller.http import discovery, reading
-from rlbus.controller.http.answers import RETRY_AFTER_S, BadRequestError, error, error_of, status_of
+from rlbus.controller.http.answers import BadRequestError, error, error_of, status_of
 from rlbus.controller.http.calls import Calls
 from rlbus.controller.http.config import HttpConfig
 from rlbus.controller.http.fleet import FleetRoutes
 from rlbus.controller.http.guard import Guard
+from rlbus.controller.http.loras import cards
 from rlbus.controller.http.probing import Prober
 from rlbus.errors import RLBusError
 from rlbus.schemas import FaultCode, FleetView
@@ -76,15 +78,13 @@ class ControllerHttp:
         return Response()
 
     async def _models(self, request: Request) -> Response:
-        """The models of workers that may be sent rollouts, as OpenAI lists them."""
+        """Models and adapters; see `loras.cards`."""
         try:
             reading.check_query(request.query_params, ())
             view = await self._view()
         except RLBusError as exc:
             return error_of(exc, "list the models")
-        names = sorted({m.descriptor.model for m in view.members if m.admitted and m.descriptor.model})
-        data = [{"id": name, "object": "model", "created": self._created, "owned_by": "rlbus"} for name in names]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": cards(view, self._created)})
 
     async def _workers(self, request: Request) -> Response:
         """Who is there, as Dynamo says it."""

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from rlbus import subjects
+from rlbus._engine_routes import engine_routes
 from rlbus.errors import ConfigError
 from rlbus.schemas import FleetView, Liveness, MemberView
 
@@ -93,7 +94,7 @@ def _row(
         return row | model | {"routes": [], "error": plain(problem)}
     if url is not None:
         row |= {"system_url": url, "admin_base_url": url}
-    return row | model | {"routes": sorted(set(descriptor.routes)), "world_size": descriptor.world_size}
+    return row | model | {"routes": list(engine_routes(descriptor.routes)), "world_size": descriptor.world_size}
 
 
 def _silence(member: MemberView) -> str | None:

@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rlbus._vllm_words import NO_BROADCASTER
 from rlbus.client import as_pause_mode
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import BadRequestError
 from rlbus.controller.http.calls import MAX_LIMIT_S, Calls, answered, done
+from rlbus.controller.http.loras import LoraRoutes
 from rlbus.controller.http.memory import QUESTION_S, MemoryRoutes, living
 from rlbus.controller.http.native import NativeRoutes, NoBody
 from rlbus.errors import PartialError
@@ -73,6 +75,7 @@ class FleetRoutes:
             Route("/weight_info", answered("get the weight version", self._weight_info), methods=["GET"]),
             *self._native.routes(),
             *MemoryRoutes(self._calls).routes(),
+            *LoraRoutes(self._calls).routes(),
         ]
 
     # -- verbs --------------------------------------------------------------------------------------------------------
@@ -141,9 +144,7 @@ class FleetRoutes:
         return done({"status": "ok"}, report)
 
     async def _no_broadcaster(self, _request: Request) -> Response:
-        # Not left out: prime-rl takes a 404 for "needs none", and its trainer would wait in the group for ever.
-        problem = "prime-rl's own NCCL group isn't served; set its weight broadcast to filesystem, or use rlbus.Trainer"
-        raise BadRequestError(problem, None, HTTPStatus.NOT_IMPLEMENTED)
+        raise BadRequestError(NO_BROADCASTER, None, HTTPStatus.NOT_IMPLEMENTED)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 

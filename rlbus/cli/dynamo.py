@@ -9,13 +9,15 @@ import typer
 
 from rlbus.cli.options import Json, run_command
 from rlbus.cli.output import ExitCode, Output
-from rlbus.cli.run import NoRestart, WeightRoots, log_as_service
+from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
+from rlbus.cli.services import log_as_service
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of
 from rlbus.config import BusConfig
 from rlbus.errors import BrokenError
 
 if TYPE_CHECKING:
     from rlbus.workers.dynamo.run import Where
+    from rlbus.workers.system.settings import SystemConfig
 
 Transfer = Annotated[
     bool | None,
@@ -46,6 +48,18 @@ def worker_dynamo(
         typer.Option("--model-dir", metavar="DIR", help="Checkpoint of the model, if its name isn't its folder."),
     ] = None,
     transfer: Transfer = None,
+    system_host: SystemHost = None,
+    system_port: Annotated[
+        int | None,
+        typer.Option(
+            "--system-port",
+            metavar="PORT",
+            min=-1,
+            max=0,
+            help="0: the HTTP surface of each worker takes a free port; -1: none has one. "
+            "[env: RLBUS_SYSTEM_PORT] [default: 0]",
+        ),
+    ] = None,
     api_key_env: ApiKeyEnv = None,
     header: Header = None,
     no_restart: NoRestart = False,
@@ -77,6 +91,12 @@ def worker_dynamo(
     def config() -> BusConfig:
         return BusConfig.from_env(url=bus, namespace=namespace)
 
+    def system() -> "SystemConfig":
+        from rlbus.workers.dynamo.run import checked_system
+        from rlbus.workers.system.settings import SystemConfig
+
+        return checked_system(SystemConfig.from_env(host=system_host, port=system_port))
+
     async def serve() -> ExitCode:
         from rlbus.workers.config import AgentConfig
         from rlbus.workers.dynamo.engine import EngineOptions
@@ -88,6 +108,7 @@ def worker_dynamo(
             where(),
             config=AgentConfig.from_env(weight_roots=roots or None, state_dir=sidecar_state_dir()),
             options=EngineOptions(folder, transfer),
+            system=system(),
             on_ready=lambda: tell(os.getpid()),
             on_change=lambda text: typer.echo(f"rlbus: {text}", err=True),
         )
@@ -98,9 +119,16 @@ def worker_dynamo(
         from rlbus.workers.dynamo.supervisor import supervise as supervise_dynamo
 
         where()
+        system()
         given = (("--discovery", discovery), ("--url", url), ("--header", header))
         arguments = [part for name, values in given for value in values or () for part in (name, value)]
-        single = (("--component", component), ("--model-dir", folder), ("--api-key-env", api_key_env))
+        single: tuple[tuple[str, object], ...] = (
+            ("--component", component),
+            ("--model-dir", folder),
+            ("--api-key-env", api_key_env),
+            ("--system-host", system_host),
+            ("--system-port", system_port),
+        )
         arguments += [part for name, value in single if value is not None for part in (name, str(value))]
         if transfer is not None:
             arguments.append("--transfer" if transfer else "--no-transfer")

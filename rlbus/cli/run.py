@@ -1,10 +1,8 @@
 """Commands that run the pieces: up, controller, worker, demo. They end with 0 on SIGINT or SIGTERM."""
 
-import asyncio
 import importlib.util
 import logging
 import os
-import signal
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -14,12 +12,12 @@ import typer
 from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
+from rlbus.cli.services import log_as_service, supervised, until_stopped
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id
 
 if TYPE_CHECKING:
-    from rlbus.server import EmbeddedServer
     from rlbus.workers.agent import Agent
     from rlbus.workers.engines.base import Engine
     from rlbus.workers.supervisor.environment import Named
@@ -66,61 +64,6 @@ LoraRoots = Annotated[
     list[str] | None,
     typer.Option("--lora-root", metavar="DIR", help="Folder below which adapters may be loaded from; may be repeated."),
 ]
-
-
-async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCode:
-    """Run a service until it ends, or SIGINT or SIGTERM cancels it, which is how a service is stopped: exit code 0,
-    unless the service names one. Cancel: the service is cancelled, and its end awaited.
-    """
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(service)
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        code = await task
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        code = None
-    return ExitCode.OK if code is None else code
-
-
-async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer", out: Output) -> ExitCode:
-    """Run a service until it ends, and start the server that it needs again whenever that ends by itself.
-
-    Cancel: ends both.
-    """
-    loop = asyncio.get_running_loop()
-    serving = loop.create_task(service)
-    watching = loop.create_task(server.supervise(lambda text: typer.echo(f"rlbus: {text}", err=True)))
-    try:
-        await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        serving.cancel()
-        await asyncio.wait({serving, watching})
-    if not watching.cancelled() and isinstance(broken := watching.exception(), BrokenError):
-        out.error(BrokenError(broken.what, broken.problem.partition("\n")[0]))
-        typer.echo(broken.problem.partition("\n")[2], err=True)
-        return ExitCode.FAILED
-    serving.result()
-    return ExitCode.OK
-
-
-def log_as_service() -> None:
-    """A service says on stderr what it does; client commands don't, unless `-v`."""
-    root = logging.getLogger()
-    if root.level > logging.INFO:
-        root.setLevel(logging.INFO)
-    if root.level > logging.DEBUG:
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # a sidecar asks its engine several times a second
 
 
 def up(
@@ -287,6 +230,9 @@ def worker_torch(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the model.", exists=True, file_okay=False)],
     ranks: Annotated[int, typer.Option(help="Processes, each with its own copy of the model.", min=1)] = 1,
     max_loras: Annotated[int, typer.Option(help="Adapters that it holds at once.", min=1, max=256)] = 8,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address of /v1/completions, which asks nobody for a token.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of /v1/completions; 0 takes a free one.", min=0, max=65535)] = 0,
     url: Url = None,
     namespace: Namespace = None,
@@ -309,7 +255,16 @@ def worker_torch(
             from rlbus.workers.engines.torch_engine import TorchEngine
         except ImportError as exc:
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
-        return TorchEngine(model, num_ranks=ranks, port=port, roots=weight_root or (), max_loras=max_loras)
+        announced = worker.reachable_host(host)
+        return TorchEngine(
+            model,
+            num_ranks=ranks,
+            host=host,
+            port=port,
+            advertise_host=announced,
+            roots=weight_root or (),
+            max_loras=max_loras,
+        )
 
     worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root, system_host, system_port)
     if no_restart:
@@ -318,7 +273,7 @@ def worker_torch(
     if importlib.util.find_spec("torch") is None:
         worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
-    options = ("--ranks", str(ranks), "--port", str(port), "--max-loras", str(max_loras), *roots)
+    options = ("--ranks", str(ranks), "--host", host, "--port", str(port), "--max-loras", str(max_loras), *roots)
     worker.supervise(("torch", str(model.absolute()), *options, *worker.system_arguments))
 
 
@@ -399,6 +354,12 @@ class _Worker:
         from rlbus.workers.system.settings import SystemConfig
 
         return SystemConfig.from_env(host=self._system_host, port=self._system_port)
+
+    def reachable_host(self, listens_on: str) -> str:
+        """What it announces as the host of a server that listens there: RLBUS_ADVERTISE_HOST, or the way to the bus."""
+        from rlbus.workers.addresses import reachable_host
+
+        return reachable_host(listens_on, self._system().advertise_host, self._config().servers[0])
 
     def fail(self, error: ConfigError) -> NoReturn:
         """End with an error before anything was started."""

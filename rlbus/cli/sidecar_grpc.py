@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlbus.cli.options import Json
-from rlbus.cli.run import Component, InstanceId, NoRestart, WeightRoots, _Worker
+from rlbus.cli.run import Component, InstanceId, NoRestart, SystemHost, SystemPort, WeightRoots, _Worker
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, _verbosity, headers_of, key_of
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError
@@ -39,6 +39,8 @@ def worker_vllm_grpc(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    system_host: SystemHost = None,
+    system_port: SystemPort = None,
     small: Annotated[bool, typer.Option("--small", help="Leave room for others on a machine without a GPU.")] = False,
     no_restart: NoRestart = False,
     json: Json = False,
@@ -48,7 +50,16 @@ def worker_vllm_grpc(
     Updates need VLLM_PLUGINS=rlbus and --weight-transfer-config '{"backend": "gloo"}' at the server, on this machine.
     One that is started here gets both. Needs `pip install "rlbus[grpc]"`.
     """
-    worker = _Worker(bus, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(
+        bus,
+        namespace,
+        component,
+        instance_id,
+        weight_root,
+        json,
+        system_host=system_host,
+        system_port=system_port,
+    )
     try:
         headers, key = headers_of(header), key_of(api_key_env)
         _check(server, target, no_restart=no_restart)
@@ -57,6 +68,7 @@ def worker_vllm_grpc(
         worker.fail(exc)
     arguments = [part for text in header or () for part in ("--header", text)]
     arguments += [part for root in worker.roots for part in ("--weight-root", root)]
+    arguments += worker.system_arguments
     arguments += [] if api_key_env is None else ["--api-key-env", api_key_env]
     if peer is None:
         _with_server(worker, server or [], arguments, small)

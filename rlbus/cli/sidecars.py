@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlbus.cli.options import Json
-from rlbus.cli.run import Component, InstanceId, NoRestart, WeightRoots, _Worker
+from rlbus.cli.run import Component, InstanceId, NoRestart, SystemHost, SystemPort, WeightRoots, _Worker
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError
 
@@ -64,6 +64,8 @@ def worker_vllm_http(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    system_host: SystemHost = None,
+    system_port: SystemPort = None,
     small: Annotated[bool, typer.Option("--small", help="Leave room for others on a machine without a GPU.")] = False,
     no_restart: NoRestart = False,
     json: Json = False,
@@ -73,7 +75,16 @@ def worker_vllm_http(
     The server needs VLLM_SERVER_DEV_MODE=1; for updates over a group also VLLM_PLUGINS=rlbus and
     --weight-transfer-config '{"backend": "gloo"}'. One that is started here gets all that.
     """
-    worker = _Worker(bus, namespace, component, instance_id, weight_root, json)
+    worker = _Worker(
+        bus,
+        namespace,
+        component,
+        instance_id,
+        weight_root,
+        json,
+        system_host=system_host,
+        system_port=system_port,
+    )
     try:
         headers, key = headers_of(header), key_of(api_key_env)
         if (url is None) == (not server):
@@ -90,6 +101,7 @@ def worker_vllm_http(
         worker.fail(exc)
     arguments = [part for text in header or () for part in ("--header", text)]
     arguments += [part for root in worker.roots for part in ("--weight-root", root)]
+    arguments += worker.system_arguments
     if url is None:
         _with_server(worker, server or [], arguments, key, small)
         return

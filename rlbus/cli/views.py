@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from rlbus.cli.output import Output, age
 from rlbus.schemas import (
     AbortedData,
-    FleetLora,
     FleetView,
     FolderSource,
     Generation,
@@ -85,11 +84,6 @@ def show_loras(out: Output, view: FleetView, report: Report) -> None:
     _show_behind(out, view)
 
 
-def _lora_row(lora: FleetLora, now: float) -> Sequence[str]:
-    loaded = f"{age(now - lora.since)} ago"
-    return (lora_id(lora.name, lora.revision), loaded, _source_text(lora.source), lora.checksum[:12])
-
-
 def _show_behind(out: Output, view: FleetView) -> None:
     for member in view.members:
         for behind in member.loras_behind:
@@ -165,7 +159,9 @@ def warnings_of(member: MemberView, now: float, *, is_op_running: bool = False) 
     weights, pause = member.status.weights, member.status.pause
     if weights.state is WeightsState.DIRTY:
         last = "" if weights.last_good is None else f" (last good: {weights.last_good})"
-        found.append(f"is DIRTY{last}: its weights are torn, it stays paused until a full update or `rlbus update`")
+        is_forced = member.status.generation is Generation.RUNNING
+        what = "GENERATES with them, since somebody forced it" if is_forced else "stays paused"
+        found.append(f"is DIRTY{last}: its weights are torn, it {what} until a full update or `rlbus update`")
     if weights.state is WeightsState.UNKNOWN:
         found.append("has UNKNOWN weights: nobody can say which, until an update")
     if weights.state is WeightsState.UPDATING and not is_op_running and member.status.op_id is None:

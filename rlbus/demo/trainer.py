@@ -21,7 +21,7 @@ from rlbus.demo.policy import NEAR_TIE, Greedy, LanguageModel, Learner, Sample, 
 from rlbus.demo.rollouts import Endpoint, Rollouts
 from rlbus.errors import BrokenError, PartialError, RLBusError
 from rlbus.reports import UpdateReport
-from rlbus.schemas import FleetView, OpStatus, Report, WeightsData
+from rlbus.schemas import FleetView, OpStatus, Report, Version, WeightsData
 
 NUM_PROMPTS = 8
 SAMPLES_PER_PROMPT = 16
@@ -85,12 +85,17 @@ def admitted(trainer: rlbus.Trainer) -> list[Endpoint]:
     return endpoints
 
 
-def update(trainer: rlbus.Trainer, model: LanguageModel, step: int) -> UpdateReport:
-    """Give the fleet this step. Who is lost in it is caught up when it is back; the others have it.
+def first_version(held: Version | None) -> Version:
+    """What this run's model is before its first step, for a fleet that holds this version: a run of its own, newer."""
+    return Version(incarnation=0 if held is None else held.incarnation + 1)
+
+
+def update(trainer: rlbus.Trainer, model: LanguageModel, version: Version) -> UpdateReport:
+    """Give the fleet this version. Who is lost in it is caught up when it is back; the others have it.
 
     Raises: RLBusError: nobody has it.
     """
-    report = trainer.update_weights(model.module, version=step, deadline_s=UPDATE_S, check=False)
+    report = trainer.update_weights(model.module, version=version, deadline_s=UPDATE_S, check=False)
     if report.report.status is not OpStatus.PARTIAL and trainer.status().version != report.version:
         report.raise_for_status()
     return report
@@ -182,7 +187,13 @@ def train(args: argparse.Namespace) -> None:
     prompts = make_prompts(args.vocab_size, args.seed)
     # An engine that is killed and comes back gets the weights of the step from this process' memory.
     with rlbus.Trainer(args.url, namespace=args.namespace, snapshot="memory") as trainer:
-        endpoints = endpoints_of(trainer.wait_ready(num_workers=args.workers, deadline_s=READY_S))
+        view = trainer.wait_ready(num_workers=args.workers, deadline_s=READY_S)
+        start = first_version(view.version)
+        if view.version is not None:
+            # A fleet of an earlier run: its weights are those of another model, and unknown where an engine died since.
+            persist(partial(update, trainer, model, start))
+            view = trainer.status()
+        endpoints = endpoints_of(view)
         emit(Ready(workers=tuple(e.worker for e in endpoints)))
         with Rollouts(2 * args.workers) as rollouts:
             probe = Probe(rollouts, model, prompts[0])
@@ -191,7 +202,7 @@ def train(args: argparse.Namespace) -> None:
                 groups = persist(partial(sampler.sample, prompts))
                 rewards = [s.reward for group in groups for s in group]
                 learner.step(groups)
-                report = persist(partial(update, trainer, model, step))
+                report = persist(partial(update, trainer, model, Version(incarnation=start.incarnation, step=step)))
                 endpoints = persist(partial(admitted, trainer))
                 versions = persist(partial(ask_versions, trainer, [e.worker for e in endpoints]))
                 mismatches, near_ties, gap = probe.run(endpoints)

@@ -29,8 +29,8 @@ _BACKLOG = 1024
 _MAX_NAMED = 8
 
 
-def host_store(host: str) -> TCPStore:
-    """Bind a store on `host`, and on nothing else, at a port that the system picks. It lives as long as the object.
+def host_store(host: str, port: int = 0) -> TCPStore:
+    """Bind a store on `host`, and on nothing else, at a port that the system picks (0). It lives as long as the object.
 
     Raises:
         ConfigError: a wildcard address, which nobody could connect to by name. TransferError: it can't be bound.
@@ -39,7 +39,7 @@ def host_store(host: str) -> TCPStore:
     if name in ("", "*") or _is_wildcard(name):
         raise ConfigError("host", host, "give the address at which workers reach this machine, not a wildcard")
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         try:
             listener.bind(address)
@@ -48,10 +48,10 @@ def host_store(host: str) -> TCPStore:
             listener.close()
             raise
     except OSError as exc:
-        raise TransferError("host the rendezvous", f"can't bind {host}: {exc}") from exc
-    port = listener.getsockname()[1]
+        raise TransferError("host the rendezvous", f"can't bind {host} port {port}: {exc}") from exc
+    bound = listener.getsockname()[1]
     # TCPStore alone would bind every interface; it takes our socket instead, and owns it from here on.
-    return TCPStore(name, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(name, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _is_wildcard(host: str) -> bool:

@@ -9,6 +9,7 @@ from rlbus.errors import TransferError
 from rlbus.schemas import GroupPlan, RankSpan, TensorSpec, TensorSum, Version
 from rlbus.workers.engines.base import ReceiveOrder
 from rlbus.workers.engines.contract import BUCKET_BYTES, EngineCase, Generated
+from tests.engines.native_side import NativeSide
 
 if TYPE_CHECKING:
     from rlbus.transfer.torch_plane import TorchPlane
@@ -42,6 +43,7 @@ class _Opened:
         self.engine = engine
         self._plane = plane
         self._folder = folder
+        self.native = NativeSide(self._weights, NUM_RANKS)
 
     def _weights(self, version: Version) -> dict[str, Any]:
         from rlbus.workers.torch_lm.model import load_model

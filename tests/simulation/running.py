@@ -98,6 +98,14 @@ def simulate_many(seeds: Sequence[int], num_processes: int) -> Iterator[Run]:
         yield from pool.map(simulate, seeds, chunksize=CHUNK)
 
 
+def find_bugs(num_seeds: int, num_processes: int) -> dict[str, int | None]:
+    """`find_bug` of every planted bug, by name."""
+    if num_processes == 1:
+        return {name: find_bug(name, num_seeds) for name in BUGS}
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        return dict(zip(BUGS, pool.map(find_bug, BUGS, [num_seeds] * len(BUGS)), strict=True))
+
+
 def find_bug(name: str, num_seeds: int) -> int | None:
     """The first seed, of so many from 0 on, that catches a planted bug by its own invariant; None: none does."""
     for seed in range(num_seeds):

@@ -89,10 +89,6 @@ _LONG_S = {
 }
 
 
-# What is asked, and how often.
-_VERBS = {"update": 8, "pause": 2, "resume": 3, "flush": 1, "abort": 1, "versions": 1, "reload": 1, "repeat": 1}
-
-
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Something asked of the fleet at a time. `options` are keyword arguments of the client's or trainer's method."""

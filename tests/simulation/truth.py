@@ -6,13 +6,14 @@ engine saw its contract broken.
 
 import asyncio
 import hashlib
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rlbus.controller.takeover import PHASE
-from rlbus.schemas import Outcome, Report, Version, WorkerId
+from rlbus.schemas import QUERY_ROUTES, Outcome, Report, Version, WorkerId
 
 # What is kept of a run's trace, in messages and notes.
 TAIL_LEN = 400
@@ -58,6 +59,12 @@ class Boot:
     label: Version | None = None
 
 
+# `<op_id>-t<term>-<step>` (rlbus.controller.op_ids).
+_STEP = re.compile(r"(.+)-t\d+-")
+# Who was in a group before leaves it for an update that isn't about it.
+_OF_OTHERS = QUERY_ROUTES | {"destroy_weights_update_group"}
+
+
 class Truth:
     """The notes of one run. Of its trace the last `tail_len` lines are kept; None: all."""
 
@@ -78,6 +85,8 @@ class Truth:
         self._num_begun = 0
         # (worker, update) of every commit.
         self._commits: set[tuple[str, str]] = set()
+        # By op, the workers that began a command of it.
+        self._took_part: dict[str, set[str]] = {}
         # (worker, version) of every commit.
         self._taken: set[tuple[str, Version | None]] = set()
 
@@ -123,6 +132,8 @@ class Truth:
         if term < boot.term:
             self.broken("I5", f"{boot.worker} began {route} {op_id} of term {term} after term {boot.term}")
         boot.term = max(boot.term, term)
+        if route not in _OF_OTHERS and (step := _STEP.match(op_id)) is not None:
+            self._took_part.setdefault(step[1], set()).add(boot.worker)
         self._num_begun += 1
         return Begun(self._num_begun, op_id, term)
 
@@ -130,8 +141,8 @@ class Truth:
         """A worker's engine is called."""
         begun = CURRENT.get()
         self.note(f"{boot.worker}#{boot.boot}", f"{verb} for {None if begun is None else begun.op_id}")
-        # Aborts of requests run beside mutations, in nobody's name.
-        if begun is None or verb == "abort":
+        # Aborts of requests run beside mutations, in nobody's name; and asking for adapters changes nothing.
+        if begun is None or verb in ("abort", "list_loras"):
             return
         first = boot.ran.setdefault(begun.op_id, begun.number)
         if first != begun.number:
@@ -185,6 +196,8 @@ class Truth:
         self.note("report", f"{report.op} {report.op_id} {report.status.value} {report.outcomes} {report.fault}")
         if len(set(workers)) != len(workers):
             self.broken("I4", f"op {report.op_id} has several outcomes for one worker: {workers}")
+        if forgotten := self._took_part.get(report.op_id, set()).difference(workers):
+            self.broken("I4", f"op {report.op_id} has no outcome for {sorted(forgotten)}, which took part in it")
         if report.op != "update_weights":
             return
         for outcome in report.outcomes:

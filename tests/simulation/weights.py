@@ -11,7 +11,8 @@ from rlbus.schemas import GroupPlan, JoinedData, RankSpan, SnapshotKind, TensorS
 from rlbus.transfer.fake import FakePlane, FakePlaneScript, FakeRecording
 from rlbus.transfer.plane import ProgressFn, Sent, WeightSource
 from rlbus.workers.engines.base import ReceiveOrder
-from rlbus.workers.engines.fake import INITIAL, FakeEngine
+from rlbus.workers.engines.fake import INITIAL, ROUTES, FakeEngine
+from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.fake_requests import FakeRequest
 from rlbus.workers.engines.fake_script import FakeScript
 from tests.simulation.engine_faults import DrawnScript
@@ -92,7 +93,12 @@ class SimEngine(FakeEngine):
 
     def __init__(self, truth: Truth, boot: Boot, fabric: Fabric, script: DrawnScript, world_size: int) -> None:
         super().__init__(
-            cast(FakeScript, script), world_size=world_size, tensors=TENSORS, step_s=STEP_S, feed=self._from_trainer
+            cast(FakeScript, script),
+            world_size=world_size,
+            tensors=TENSORS,
+            routes=ROUTES - LORA_ROUTES,  # no scenario loads an adapter, and the watch over them costs time
+            step_s=STEP_S,
+            feed=self._from_trainer,
         )
         self._truth = truth
         self._boot = boot

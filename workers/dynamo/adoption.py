@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from rlbus.workers.dynamo.roster import Adopt, Answered, Ended, Event, LetGo, Ro
 from rlbus.workers.dynamo.surface import Began, Surface
 from rlbus.workers.ledger import opened
 from rlbus.workers.peer_http import Peer, PeerClient
+from rlbus.workers.system.serving import served
+from rlbus.workers.system.settings import NO_PORT, SystemConfig
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -100,13 +103,16 @@ class StaticUrl:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopting:
     """How workers are adopted. `peer_of` puts the credentials to a worker's URL; `on_change` hears what people want to
-    know: who was adopted, who left, who is left out, and why. `transport` stands in for the network, in tests.
+    know: who was adopted, who left, who is left out, and why. `system` is the HTTP surface of each, whose host is found
+    towards `bus_url`. `transport` stands in for the network, in tests.
     """
 
     namespace: str
     agent: AgentConfig
     peer_of: Callable[[str], Peer]
     options: EngineOptions = field(default_factory=EngineOptions)
+    system: SystemConfig = field(default_factory=lambda: SystemConfig(port=NO_PORT))
+    bus_url: str = ""
     on_change: Callable[[str], None] = lambda text: None
     transport: httpx.AsyncBaseTransport | None = None
 
@@ -234,7 +240,12 @@ class Adoption:
         engine = DynamoEngine(listed, peer, how.options, outlived=outlived, transport=how.transport)
         try:
             await _start(engine)
-            with opened(how.agent.state_dir, how.namespace, listed.component, listed.instance_id) as ledger:
+            async with AsyncExitStack() as stack:
+                surface = served(how.system, lambda: hosted.agent, how.bus_url)
+                system_url = await stack.enter_async_context(surface)
+                ledger = stack.enter_context(
+                    opened(how.agent.state_dir, how.namespace, listed.component, listed.instance_id)
+                )
                 agent = Agent(
                     engine,
                     self._bus,
@@ -243,6 +254,7 @@ class Adoption:
                     instance_id=listed.instance_id,
                     config=how.agent,
                     ledger=ledger,
+                    system_url=system_url,
                 )
                 hosted.agent = agent
                 await self._run(agent, engine, listed)

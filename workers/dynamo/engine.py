@@ -166,6 +166,8 @@ class DynamoEngine:
             found.add(_FLUSH)
         if {_ABORT, _PAUSE, _RESUME} <= listed:
             found.add(_ABORT)
+        if listed >= _LABELS:
+            found.add("set_weight_version")
         if self._expected is not None and _LABELS | {_DISK, _PAUSE} <= listed:
             found.add(_DISK)
         if has_transfer:
@@ -397,6 +399,10 @@ class DynamoEngine:
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`."""
         await self._ready().load(path, version)
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._ready().label(version)
 
     async def checksums(self) -> ChecksumsData:
         """See `Engine`; as vLLM's own, computed by our transfer backend. Cancel: the ranks go on computing them."""

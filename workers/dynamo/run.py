@@ -14,6 +14,7 @@ from rlbus.workers.dynamo.engine import EngineOptions
 from rlbus.workers.peer_http import Peer
 from rlbus.workers.supervisor.beats import Beats
 from rlbus.workers.supervisor.supervise import stop_signal
+from rlbus.workers.system.settings import SystemConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,28 @@ class Where:
         return [*found, *(StaticUrl(self.peer(url), self.component) for url in self.system_urls)]
 
 
+def checked_system(config: SystemConfig) -> SystemConfig:
+    """The surface of each adopted worker. Raises: ConfigError: one port for all of them, which only one could have."""
+    if config.port > 0:
+        problem = "each adopted worker has a surface on a port of its own; use 0 for free ones, or -1 for none"
+        raise ConfigError("system_port", config.port, problem)
+    return config
+
+
 async def serve(
     bus_config: BusConfig,
     where: Where,
     *,
     config: AgentConfig | None = None,
     options: EngineOptions | None = None,
+    system: SystemConfig | None = None,
     on_ready: Callable[[], None] = lambda: None,
     on_change: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Adopt until SIGTERM or SIGINT. The CLI calls it, on the main thread. Under a supervisor it gives signs of life.
 
     Args:
+        system: the HTTP surface that each worker has, with a port of its own; None takes the environment's.
         on_ready: called once the bus is there; nobody need be adopted yet.
         on_change: hears who was adopted, who left, and who is left out.
 
@@ -77,6 +88,8 @@ async def serve(
         agent=replace(agent, boot_id=None),
         peer_of=where.peer,
         options=EngineOptions() if options is None else options,
+        system=checked_system(SystemConfig.from_env() if system is None else system),
+        bus_url=bus_config.servers[0],
         on_change=on_change,
     )
     try:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlbus._http_server import HttpServer
+from rlbus._http_server import HttpServer, base_url
 from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault, refused
 from rlbus.schemas import (
     MAX_LORAS,
@@ -37,7 +37,10 @@ from rlbus.schemas import (
 from rlbus.transfer.bounded import run_in_thread
 from rlbus.transfer.group import JOIN_GRACE_S
 from rlbus.transfer.manifest import num_bytes
+from rlbus.workers.addresses import WILDCARDS
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.engines.torch_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.torch_loras import TorchLoras
@@ -65,6 +68,7 @@ ROUTES = frozenset(
         "sleep",
         "wake_up",
         *LORA_ROUTES,
+        *NATIVE_ROUTES,
     }
 )
 # The label of weights that an update has touched and not finished.
@@ -88,7 +92,8 @@ class TorchEngine(TorchLoras):
     Args:
         model_path: a folder with config.json, safetensors and, for prompts as text, tokenizer.json.
         num_ranks: the world size.
-        host, port: where `/v1/completions` is served; port 0 takes a free one.
+        host, port: where `/v1/completions` is served, without a key of its own; port 0 takes a free one.
+        advertise_host: the host that others reach it at, for the descriptor; None is `host`.
         max_loras: how many adapters may be loaded at once.
         roots: folders below which `load_weights` may read; empty means the folder that `model_path` lies in.
     """
@@ -100,6 +105,7 @@ class TorchEngine(TorchLoras):
         num_ranks: int = 1,
         host: str = "127.0.0.1",
         port: int = 0,
+        advertise_host: str | None = None,
         roots: Sequence[Path | str] = (),
         max_loras: int = MAX_ADAPTERS,
     ) -> None:
@@ -108,6 +114,9 @@ class TorchEngine(TorchLoras):
         if not 1 <= max_loras <= MAX_LORAS:
             raise ConfigError("max_loras", max_loras, f"use 1 to {MAX_LORAS}")
         self._max_loras = max_loras
+        self._announced = host if advertise_host is None else advertise_host
+        if self._announced in WILDCARDS:
+            raise ConfigError("host", host, "nobody can connect to a wildcard; give advertise_host, too")
         self._path = Path(model_path)
         self._num_ranks = num_ranks
         self._roots = tuple(Path(root).resolve() for root in roots) or (self._path.resolve().parent,)
@@ -117,6 +126,7 @@ class TorchEngine(TorchLoras):
         self._ranks = Ranks()
         self._generator: Generator | None = None
         self._session: _Session | None = None
+        self._native = GroupedNative(self)
         self._asleep: frozenset[SleepTag] = frozenset()
 
     @property
@@ -150,9 +160,8 @@ class TorchEngine(TorchLoras):
             await child.wait_loaded()
         tokenizer = await asyncio.to_thread(find_tokenizer, self._path)
         await self._server.start(make_app(self._generator, str(self._path), tokenizer))
-        self._info = EngineInfo(
-            "torch", str(self._path), self._num_ranks, ROUTES, ("gloo",), completions_url=self._server.url
-        )
+        url = base_url(self._announced, self._server.port)
+        self._info = EngineInfo("torch", str(self._path), self._num_ranks, ROUTES, ("gloo",), completions_url=url)
 
     async def aclose(self) -> None:
         """See `Engine`."""
@@ -307,6 +316,32 @@ class TorchEngine(TorchLoras):
     async def abort_update(self) -> None:
         """See `Engine`. What was written stays, labelled torn."""
         self._session = None
+
+    # --- an update that somebody else's trainer drives
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `GroupedNative`."""
+        await self._native.init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `GroupedNative`."""
+        await self._native.shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `GroupedNative`."""
+        await self._native.start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `GroupedNative`."""
+        await self._native.update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `GroupedNative`. The version is told only now."""
+        if self._session is not None:
+            self._session.version = version
+        await self._native.finish_native(version)
+
+    # --- from disk, and what there is
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`. By the first rank; the others read the same disk."""

@@ -30,7 +30,7 @@ def new_boot_id() -> str:
 
 
 class Farewells:
-    """Says goodbye for the dead processes of one worker. A context; what is under way when it ends is dropped."""
+    """Says goodbye for the dead processes of one worker. A context, which lets what is under way come to its end."""
 
     def __init__(self, bus_config: BusConfig, identity: Identity) -> None:
         self._bus_config = bus_config
@@ -45,10 +45,15 @@ class Farewells:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drop what is under way. Cancel: the same."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Each farewell has its limit; the last one, of a worker that isn't started again, counts most.
+
+        Cancel: they are dropped.
+        """
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            for task in self._tasks:
+                task.cancel()
 
     def say(self, boot_id: str, reason: str) -> None:
         """The process of that boot has ended. Returns at once."""

@@ -99,7 +99,7 @@ class Weights:
 
     async def _load(self, call: Call, path: str, label: Any, allow_rollback: bool, resets: bool) -> Reply:
         is_named = label is not msgspec.UNSET
-        version = named(label, call) if is_named else _unnamed(call)
+        version = named(label, call) if is_named else unnamed(call)
         await call.do(LoadWeights(path=path, version=version, allow_rollback=allow_rollback))
         if is_named:
             self._labels.note(version, label)
@@ -109,7 +109,7 @@ class Weights:
         return {"status": "ok", "version": label if is_named else "unknown", "version_declared": is_named}
 
 
-def _unnamed(call: Call) -> Version:
+def unnamed(call: Call) -> Version:
     """The next one; for a repeat of a call that has ended well, the one that it has made."""
     agent = call.agent
     record = agent.journal.find(call.name)

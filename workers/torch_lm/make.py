@@ -1,7 +1,12 @@
-"""Makes a tiny random Qwen3 on the spot: a folder that torch, transformers and vLLM load alike. No hub, no download."""
+"""Makes a tiny random Qwen3 on the spot: a folder that torch, transformers and vLLM load alike. No hub, no download.
 
+`python -m rlbus.workers.torch_lm.make FOLDER` makes one where none is yet.
+"""
+
+import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +180,24 @@ def merge_tiny_adapter(folder: Path | str, model: Path | str, adapter: Path | st
             weights[f"{key}.weight"] += config["lora_alpha"] / config["r"] * (b @ a)
     save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
     return folder
+
+
+def main() -> int:
+    """Entry of the command. A folder that is there is left as it is: engines may have it open."""
+    parser = argparse.ArgumentParser(description="Make a tiny random Qwen3, unless the folder is there.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--vocab-size", type=int, default=512)
+    args = parser.parse_args()
+    if args.folder.exists():
+        print(f"{args.folder} is there")
+        return 0
+    # Renamed when it is whole, so that one which was interrupted isn't taken for a model.
+    partial = args.folder.with_name(f".{args.folder.name}.partial")
+    make_tiny_model(partial, vocab_size=args.vocab_size)
+    partial.rename(args.folder)
+    print(f"made {args.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

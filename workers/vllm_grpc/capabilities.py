@@ -88,7 +88,7 @@ def routes_of(facts: ServerFacts, greeting: Greeting, *, has_expected: bool) -> 
 
     Sums and reloads go through rlbus's transfer backend in the ranks, since the service has no call for either.
     """
-    routes = {"pause_generation", "resume_generation", "flush_cache", "abort_request"}
+    routes = {"pause_generation", "resume_generation", "flush_cache", "abort_request", "set_weight_version"}
     if greeting.problem is None:
         routes.add("get_weight_checksums")
         if has_expected:

@@ -278,6 +278,10 @@ class VllmGrpcEngine:
         """See `Engine`."""
         await self._ready().load(path, version)
 
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._ready().label(version)
+
     async def checksums(self) -> ChecksumsData:
         """vLLM's own, as the ranks compute them: see `VllmEngine.checksums`. Cancel: they go on computing."""
         weights = self._weights

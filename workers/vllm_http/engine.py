@@ -49,6 +49,7 @@ ROUTES = frozenset(
         "resume_generation",
         "flush_cache",
         "get_weight_checksums",
+        "set_weight_version",
         "update_weights_from_disk",
         "update_weights_from_distributed",
     }
@@ -240,6 +241,10 @@ class VllmHttpEngine:
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. The server has to find the folder under the same path."""
         await self._ready().load_weights(path, version)
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._ready().label_weights(version)
 
     async def checksums(self) -> ChecksumsData:
         """See `VllmEngine.checksums`. Cancel: the engine goes on computing them."""

@@ -31,6 +31,8 @@ from rlbus.schemas import (
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
 from rlbus.workers.engines.lora import LoraInfo, Resident
+from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
+from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
@@ -40,6 +42,7 @@ from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
 from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of
 from rlbus.workers.vllm_server.model import expected_tensors
+from rlbus.workers.vllm_server.native import PassedNative
 from rlbus.workers.vllm_server.sleeping import Sleeping
 from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
 
@@ -86,6 +89,7 @@ class VllmEngine:
         self._completions_url = completions_url
         self._run_dir = run_dir
         parallel = llm.vllm_config.parallel_config
+        self._is_inside = sees_requests
         self._is_only_server = sees_requests and parallel._api_process_count == 1
         is_local = parallel.local_engines_only
         num_engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
@@ -99,6 +103,8 @@ class VllmEngine:
             _log.warning("adapters are off: on a CPU vLLM needs one slot more than adapters; use --max-loras 2")
             has_loras = False
         self._loras = VllmLoras(llm, self._calls, models, self._parent) if has_loras else None
+        self._passed = PassedNative(llm, self._calls)
+        self._native: NativeEngine = self._passed
         self._exchange: Exchange | None = None
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
@@ -127,8 +133,12 @@ class VllmEngine:
             routes.add("update_weights_from_disk")
             _log.info("updates are checked against %s", self._expected.source)
         if backends:
-            routes.add("update_weights_from_distributed")
-        if config.model_config.enable_sleep_mode:  # vLLM refuses it where the platform has none
+            routes |= {"update_weights_from_distributed", *NATIVE_ROUTES}
+            self._native = GroupedNative(self)
+        elif self._is_inside and (own := config.weight_transfer_config) is not None and own.backend not in BACKENDS:
+            routes |= NATIVE_ROUTES
+        # vLLM refuses it where the platform has none; from outside it isn't known.
+        if getattr(config.model_config, "enable_sleep_mode", False):
             routes |= SLEEP_ROUTES
         if self._loras is not None:
             self._loras.attach()
@@ -335,8 +345,35 @@ class VllmEngine:
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
+        await self._passed.abort()
         await self._ready().abort()
         await self._restore_loras()
+
+    # --- an update that somebody else's trainer drives: over our backend a group like any other, else vLLM's own
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `NativeEngine`."""
+        await self._native.init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `NativeEngine`."""
+        await self._native.update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `NativeEngine`."""
+        await self._native.finish_native(version)
+        # vLLM drops its adapters with an update; a request that names one would kill it.
+        await self._restore_loras()
+
+    # --- from disk, and what there is
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""

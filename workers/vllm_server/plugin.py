@@ -27,7 +27,8 @@ _is_registered = False
 
 
 def register() -> None:
-    """Add the weight transfer backends "gloo" and "rlbus" to vLLM. Called in every process of it, maybe repeatedly.
+    """Add the weight transfer backends "gloo" and "rlbus" to vLLM, and the trainer's end. Called in every process of
+    vLLM's, maybe repeatedly.
 
     Under `rlbus worker vllm` the processes behind the API server also end with it: vLLM leaves them behind when the
     server is killed (facts/vllm-cpu.md 8).
@@ -37,11 +38,14 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from rlbus.workers.vllm_server.trainer import register_trainer
+
     global _is_registered
     if not _is_registered:
         _is_registered = True
         for name in ("gloo", "rlbus"):
             WeightTransferEngineFactory.register_engine(name, TRANSFER_MODULE, TRANSFER_CLASS)
+        register_trainer()
     if multiprocessing.parent_process() is None:
         return
     _log_as_vllm()

@@ -282,6 +282,20 @@ def test_the_journal_says_who_began_it_and_who_settled_it() -> None:
     play([worker(1), worker(2)], scenario)
 
 
+def test_the_journal_says_of_a_resume_that_it_was_forced() -> None:
+    """Whoever let torn weights generate is in `rlbus history`."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.pause()
+        await stage.client.resume()
+        await stage.client.pause()
+        await stage.client.resume(force=True)
+        found = [(i.op, i.what) for i in (await stage.client.history()).items]
+        assert found == [("resume", "forced"), ("pause", None), ("resume", None), ("pause", None)]
+
+    play([worker(1)], scenario)
+
+
 def test_a_repeated_request_gets_the_recorded_report_from_the_next_leader() -> None:
     """A pause that ended before its controller died isn't done again."""
 

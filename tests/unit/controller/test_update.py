@@ -158,6 +158,19 @@ def test_a_trainer_that_dies_while_it_joins_is_given_up_by_its_silence() -> None
     play([worker(1, tensors=MANY)], scenario)
 
 
+def test_an_apply_of_an_hour_passes_as_long_as_bytes_come() -> None:
+    """SCENARIOS 15: nothing counts but progress, however slow."""
+
+    async def scenario(scene: Scene) -> None:
+        report = await scene.fleet.update(7, MANY, stall_s=100.0, deadline_s=7200.0)
+        assert report.status is OpStatus.OK
+        assert report.took_s == pytest.approx(3600.0, abs=60.0)
+
+    slow = Step(transfer_s=3600.0, num_parts=60)
+    sending = FakePlaneScript(send_s=3590.0, send_parts=59)
+    play([worker(1, {"receive_weights": {1: slow}}, tensors=MANY)], scenario, plane=sending)
+
+
 def test_a_transfer_without_progress_ends_at_the_stall_limit_and_one_with_progress_does_not() -> None:
     """SCENARIOS 15: 60 s of work under a stall limit of 5 s is fine as long as bytes come."""
 

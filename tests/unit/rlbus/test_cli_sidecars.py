@@ -1,5 +1,7 @@
 """`rlbus worker vllm-http`: what it is given is checked before anything is started or connected."""
 
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
@@ -22,6 +24,8 @@ pytestmark = pytest.mark.unit
         (("--url", "http://h:1", "--api-key-env", "NOT_SET"), "there is no variable of that name"),
         (("--", "--dtype", "float32"), "give the model first"),
         (("--no-restart", "--", "MODEL"), "it goes with --url"),
+        (("--bus", "nats://h:1", "--url", "http://h:1", "--system-host", "::"), "RLBUS_SYSTEM_TOKEN"),
+        (("--bus", "nats://h:1", "--url", "http://h:1", "--no-restart", "--system-host", "::"), "RLBUS_SYSTEM_TOKEN"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_do(
@@ -53,3 +57,37 @@ def test_secret_in_a_bad_header_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         headers_of(["=hunter2"])
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("vllm-http", ("--url", "http://h:1")), ("vllm-grpc", ("--target", "h:1"))]
+)
+def test_the_agent_of_a_sidecar_is_told_where_its_surface_is(
+    monkeypatch: pytest.MonkeyPatch, name: str, where: tuple[str, str]
+) -> None:
+    """By options, as those of the other workers; the token by its variable only."""
+    if name == "vllm-grpc":
+        pytest.importorskip("grpc")
+    seen: list[tuple[str, ...]] = []
+
+    class NoBus:
+        async def aclose(self) -> None:
+            """Nothing to close."""
+
+    async def connect(config: Any, *, name: str) -> NoBus:
+        return NoBus()
+
+    async def supervise(build: Any, **how: Any) -> int:
+        seen.append(build({}, "/run").argv)
+        return 0
+
+    monkeypatch.setattr("rlbus.connecting.connect_bus", connect)
+    monkeypatch.setattr("rlbus.workers.supervisor.worker.supervise_worker", supervise)
+    given = ("--system-host", "::1", "--system-port", "8123")
+    env = {"RLBUS_URL": "nats://127.0.0.1:9", "RLBUS_SYSTEM_TOKEN": "hunter2"}
+    done = CliRunner().invoke(app, ["worker", name, *where, *given], env=env)
+    assert done.exit_code == ExitCode.OK, done.output
+    text = " ".join(seen[0])
+    assert " ".join(where) in text
+    assert " ".join(given) in text
+    assert "hunter2" not in text

@@ -8,7 +8,7 @@ import pytest
 
 from rlbus.schemas import FaultCode, ResumeGeneration, Version, WeightsState, WeightsView
 from rlbus.testing import run
-from rlbus.workers.adoption import FOUND_LEASE_S, adopt
+from rlbus.workers.adoption import FOUND_LEASE_S, INITIAL, adopt
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.found import Found
 from rlbus.workers.ledger import Ledger, Noted, come_back
@@ -64,6 +64,22 @@ def test_server_that_nobody_labelled_is_as_any_fresh_engine() -> None:
     """It has what it was started from; one that somebody labelled hasn't."""
     assert adopted(None, Found(None, False, False)) == FRESH
     assert adopted(None, Found("0.7", False, False)).weights.state is WeightsState.UNKNOWN
+
+
+def test_weights_that_nobody_ever_replaced_stay_what_the_server_was_started_from() -> None:
+    """Both say so: a sidecar that is started again finds what a first one would. A label says otherwise."""
+    assert FRESH.weights == INITIAL
+    state = adopted(past(INITIAL), Found(None, is_paused=False, is_torn=False))
+    assert (state.weights, state.term) == (INITIAL, 3)
+    for weights, label in (
+        (INITIAL, "0.7"),
+        (WeightsView(state=WeightsState.UNKNOWN), None),
+        (WeightsView(state=WeightsState.UPDATING), None),
+        (WeightsView(state=WeightsState.DIRTY), None),
+        (WeightsView(state=WeightsState.CLEAN, last_good=V7), None),
+    ):
+        assert adopted(past(weights), Found(label, False, False)).weights == WeightsView(state=WeightsState.UNKNOWN)
+    assert adopted(past(INITIAL), Found(None, True, is_torn=True)).weights.state is WeightsState.DIRTY
 
 
 def test_pause_of_a_dead_agent_gets_a_lease() -> None:

@@ -69,7 +69,12 @@ def rows(*members: MemberView, probed: dict[str, str | None] | None = None) -> l
 
 def test_the_answer_is_dynamos_to_the_letter() -> None:
     """Golden: names, order, types and nesting, with the largest instance id as a number that isn't rounded."""
-    worker = member("backend/18446744073709551615", system_url="http://10.0.0.1:18081", routes=("b", "a"), world_size=2)
+    worker = member(
+        "backend/18446744073709551615",
+        system_url="http://10.0.0.1:18081",
+        routes=("update_weights", "flush_cache"),
+        world_size=2,
+    )
     view = view_of(worker)
     text = json.dumps(answer(view, [worker], {"http://10.0.0.1:18081": None}))
     assert text == (
@@ -77,7 +82,8 @@ def test_the_answer_is_dynamos_to_the_letter() -> None:
         '"endpoint": "rl", "instance_id": 18446744073709551615, '
         '"transport": {"nats_tcp": "dyn.test.backend.rl.routes.18446744073709551615"}, '
         '"request_plane_url": "dyn://test.backend.rl", "system_url": "http://10.0.0.1:18081", '
-        '"admin_base_url": "http://10.0.0.1:18081", "model": "m", "routes": ["a", "b"], "world_size": 2}]}'
+        '"admin_base_url": "http://10.0.0.1:18081", "model": "m", "routes": ["flush_cache", '
+        '"get_weight_version", "liveness_probe", "update_weights_from_distributed"], "world_size": 2}]}'
     )
 
 

@@ -25,6 +25,7 @@ def invoke(*options: str, **env: str) -> Any:
     ("options", "words"),
     [
         ((), "--discovery"),
+        (("--url", "http://a:1", "--system-host", "0.0.0.0"), "RLBUS_SYSTEM_TOKEN"),
         (("--url", "http://[::]:1"), "address to listen on"),
         (("--url", "http://a:1", "--url", "http://a:1/"), "given twice"),
         (("--url", "http://a:1", "--header", "nothing"), "NAME=VALUE"),
@@ -58,6 +59,7 @@ def test_what_was_given_reaches_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> 
     assert how["config"].weight_roots == ("/weights",)
     assert how["config"].state_dir is not None
     assert (str(how["options"].model_dir), how["options"].has_transfer) == ("/m", False)
+    assert (how["system"].host, how["system"].port) == ("127.0.0.1", 0)
 
 
 def test_the_supervised_process_is_given_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,16 @@ def test_the_supervised_process_is_given_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(supervisor, "supervise", supervise)
     monkeypatch.setattr("rlbus.connecting.connect_bus", connect)
     options = ["--discovery", "http://a:1", "--url", "http://b:2", "--header", "X-Tenant=blue", "--component", "decode"]
-    options += ["--model-dir", "/m", "--api-key-env", "SOME_KEY", "--transfer"]
+    options += ["--model-dir", "/m", "--api-key-env", "SOME_KEY", "--system-host", "::1", "--system-port", "-1"]
+    options += ["--transfer"]
     done = invoke(*options, "--weight-root", "/weights", SOME_KEY="sesame")
     assert done.exit_code == ExitCode.OK, done.output
     assert seen == [options]
+
+
+@pytest.mark.parametrize("how", [(), ("--no-restart",)])
+def test_one_port_for_the_surfaces_of_all_workers_is_refused(how: tuple[str, ...]) -> None:
+    """Only one of them could have it."""
+    done = invoke("--url", "http://a:1", *how, RLBUS_SYSTEM_PORT="8080")
+    assert done.exit_code == ExitCode.USAGE
+    assert "port of its own" in done.stderr

@@ -25,6 +25,7 @@ ALL = frozenset(
         "update_weights_from_disk",
         "update_weights_from_distributed",
         "get_weight_checksums",
+        "set_weight_version",
     }
 )
 
@@ -85,7 +86,15 @@ def test_a_backend_that_the_user_promised_and_that_is_not_there_is_an_error(tmp_
         ("update_weights_from_disk", {"update_weights_from_disk"}),
         ("init_weights_update_group", {"update_weights_from_distributed", "get_weight_checksums"}),
         ("update_weights_from_distributed", {"update_weights_from_distributed", "get_weight_checksums"}),
-        ("set_weight_version", {"update_weights_from_disk", "update_weights_from_distributed", "get_weight_checksums"}),
+        (
+            "set_weight_version",
+            {
+                "set_weight_version",
+                "update_weights_from_disk",
+                "update_weights_from_distributed",
+                "get_weight_checksums",
+            },
+        ),
         ("liveness_probe", set()),
     ],
 )
@@ -106,7 +115,13 @@ def test_a_model_whose_tensors_are_not_known_takes_no_updates(tmp_path: Path) ->
     empty = tmp_path / "empty"
     empty.mkdir()
     info = info_of(FakeWorker(), tmp_path, model_dir=empty)
-    assert info.routes == {"pause_generation", "resume_generation", "flush_cache", "abort_request"}
+    assert info.routes == {
+        "pause_generation",
+        "resume_generation",
+        "flush_cache",
+        "abort_request",
+        "set_weight_version",
+    }
 
 
 def test_how_the_worker_was_found_is_told(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlbus.errors import FaultError
+from rlbus.errors import EngineError, FaultError
 from rlbus.schemas import FaultCode, TensorSpec, Version
 from rlbus.testing import run
 from rlbus.workers.dynamo.engine import DynamoEngine
@@ -40,6 +40,21 @@ def test_a_reload_is_labelled_torn_until_it_is_done(tmp_path: Path) -> None:
         assert labels == ["torn"]
         assert worker.label == "0.1"
         assert worker.rpcs[-1] == ("reload_weights", {"weights_path": str(tmp_path / "model")})
+
+    on_engine(worker, tmp_path, check)
+
+
+def test_weights_can_be_named_without_loading_any(tmp_path: Path) -> None:
+    """By Dynamo's own route; what the engine says of itself follows."""
+    worker = FakeWorker()
+
+    async def check(engine: DynamoEngine) -> None:
+        assert "set_weight_version" in engine.info.routes
+        await engine.label_weights(Version(incarnation=3, step=9))
+        assert (worker.label, (await engine.observe()).weight_version) == ("3.9", "3.9")
+        worker.broken["set_weight_version"] = (200, b'{"status":"error","message":"boom"}')
+        with pytest.raises(EngineError, match="boom"):
+            await engine.label_weights(V1)
 
     on_engine(worker, tmp_path, check)
 

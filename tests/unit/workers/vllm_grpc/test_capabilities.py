@@ -13,7 +13,7 @@ from rlbus.workers.vllm_server.exchange import RankOutcome
 
 pytestmark = pytest.mark.unit
 
-ALWAYS = {"pause_generation", "resume_generation", "flush_cache", "abort_request"}
+ALWAYS = {"pause_generation", "resume_generation", "flush_cache", "abort_request", "set_weight_version"}
 
 
 def facts(**rl: Any) -> ServerFacts:

@@ -102,7 +102,12 @@ class FakeServer:
     def config(self) -> dict[str, Any]:
         """As `/server_info?config_format=json` prints it, as far as rlbus looks at it."""
         return {
-            "model_config": {"model": str(self.model), "revision": None, "served_model_name": "tiny"},
+            "model_config": {
+                "model": str(self.model),
+                "revision": None,
+                "served_model_name": "tiny",
+                "enable_sleep_mode": False,
+            },
             "parallel_config": {
                 "world_size": self.num_ranks,
                 "data_parallel_size": 1,

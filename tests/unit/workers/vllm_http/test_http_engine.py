@@ -327,6 +327,21 @@ def test_cache_that_stays_full_fails_the_flush(server: FakeServer) -> None:
 # --- weights
 
 
+def test_weights_can_be_named_without_loading_any(server: FakeServer) -> None:
+    """By vLLM's own route; what the engine says of itself follows."""
+
+    async def check(engine: VllmHttpEngine) -> None:
+        assert "set_weight_version" in engine.info.routes
+        await engine.label_weights(Version(incarnation=3, step=9))
+        assert server.calls == ['POST /update_weight_version {"new_version":"3.9"}']
+        assert (await engine.observe()).weight_version == "3.9"
+        server.refuse("/update_weight_version", 500, "boom")
+        with pytest.raises(EngineError, match="boom"):
+            await engine.label_weights(Version(step=1))
+
+    on_engine(server, check)
+
+
 def test_reload_goes_by_the_one_rpc_that_is_meant(server: FakeServer, tmp_path: Path) -> None:
     """SCENARIOS 45: never a name that somebody else chose; the folder is compared first, the label is set last."""
 

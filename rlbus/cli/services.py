@@ -1,0 +1,70 @@
+"""How commands that run a piece of rlbus live and end: until a signal, with the server that they need kept alive."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rlbus.cli.output import ExitCode, Output
+from rlbus.errors import BrokenError
+
+if TYPE_CHECKING:
+    from rlbus.server import EmbeddedServer
+
+
+async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCode:
+    """Run a service until it ends, or SIGINT or SIGTERM cancels it, which is how a service is stopped: exit code 0,
+    unless the service names one. Cancel: the service is cancelled, and its end awaited.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(service)
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        code = await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        code = None
+    return ExitCode.OK if code is None else code
+
+
+async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer", out: Output) -> ExitCode:
+    """Run a service until it ends, and start the server that it needs again whenever that ends by itself.
+
+    Cancel: ends both.
+    """
+    loop = asyncio.get_running_loop()
+    serving = loop.create_task(service)
+    watching = loop.create_task(server.supervise(lambda text: typer.echo(f"rlbus: {text}", err=True)))
+    try:
+        await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        serving.cancel()
+        await asyncio.wait({serving, watching})
+    if not watching.cancelled() and isinstance(broken := watching.exception(), BrokenError):
+        out.error(BrokenError(broken.what, broken.problem.partition("\n")[0]))
+        typer.echo(broken.problem.partition("\n")[2], err=True)
+        return ExitCode.FAILED
+    serving.result()
+    return ExitCode.OK
+
+
+def log_as_service() -> None:
+    """A service says on stderr what it does; client commands don't, unless `-v`."""
+    root = logging.getLogger()
+    if root.level > logging.INFO:
+        root.setLevel(logging.INFO)
+    if root.level > logging.DEBUG:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a sidecar asks its engine several times a second

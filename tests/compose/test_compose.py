@@ -1,0 +1,156 @@
+"""docker-compose.yml on real containers, from up to down, with a worker that is killed and a bus that is restarted.
+
+In the order of a user's day: the tests share one fleet.
+"""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+import rlbus
+from rlbus.client import EventStream
+from rlbus.demo.events import summarise
+from rlbus.errors import DeadlineError
+from rlbus.schemas import OpEnded, OpStarted
+from tests.compose.daemon import ROOT
+from tests.compose.fleet import NAMESPACE, SERVICES, Fleet, until
+
+# The first test waits for a daemon, a base image, wheels and a build.
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
+
+HEALTHY_S = 120.0
+TRAIN_S = 300.0
+# A dead worker is known as such after 15 s; under load more.
+GO_ON_S = 120.0
+# An update takes a tenth of a second, freezing a container half of that.
+NUM_TRIES = 60
+HELD_S = 2.0
+UPDATE = "update_weights"
+WORKERS = {"prefill/1": 1, "decode/2": 2}
+MAX_GAP = 1e-3
+
+
+def test_everything_becomes_healthy_and_the_demo_learns(fleet: Fleet) -> None:
+    """Every update reaches both workers, proven by greedy tokens, and the trainer ends with 0."""
+    for service in SERVICES:
+        until(lambda name=service: fleet.is_healthy(name), HEALTHY_S, f"{service} is healthy")  # type: ignore[misc]
+    until(lambda: fleet.state("trainer")["Status"] == "exited", TRAIN_S, "the trainer ends")
+    assert fleet.state("trainer")["ExitCode"] == 0
+    steps = fleet.steps()
+    assert [step.versions for step in steps] == [dict.fromkeys(WORKERS, f"0.{n}") for n in range(1, 25)]
+    assert summarise("torch", len(WORKERS), steps).problems == []
+    assert max(step.logprob_gap for step in steps) < MAX_GAP
+
+
+def test_status_and_discovery_answer_outside_through_published_ports(fleet: Fleet) -> None:
+    """Both workers, of unequal size in two components, at addresses that others can reach; not without the token."""
+    members = fleet.status()["members"]
+    assert {m["worker"]: m["descriptor"]["world_size"] for m in members if m["admitted"]} == WORKERS
+    for member in members:
+        for url in (member["descriptor"]["completions_url"], member["descriptor"]["system_url"]):
+            assert httpx.URL(url).host not in ("0.0.0.0", "127.0.0.1", "localhost")
+    stranger = fleet.rlbus("status", token="wrong")
+    assert stranger.returncode != 0
+    assert "wrong" not in stranger.stderr
+
+    workers = f"http://127.0.0.1:{fleet.http_port}/v1/rl/workers"
+    answer = httpx.get(workers, headers={"Authorization": f"Bearer {fleet.token}"})
+    assert {f"{w['component']}/{w['instance_id']}": w["world_size"] for w in answer.json()["workers"]} == WORKERS
+    assert httpx.get(workers).status_code == 401
+
+
+def test_no_container_runs_as_root_or_is_published_beyond_loopback(fleet: Fleet) -> None:
+    """The user of the image has no rights, and ports are this machine's only."""
+    for service in SERVICES:
+        uid = fleet.docker.run("exec", fleet.container(service), "id", "-u").strip()
+        assert uid == "10001"
+        ports = json.loads(
+            fleet.docker.run("inspect", "--format", "{{json .HostConfig.PortBindings}}", fleet.container(service))
+        )
+        assert {b["HostIp"] for bound in (ports or {}).values() for b in bound} <= {"127.0.0.1"}
+
+
+def test_a_second_trainer_teaches_the_same_fleet_anew(training: Fleet) -> None:
+    """It opens an incarnation of its own, since its first step is older than the other's last."""
+    steps = training.wait_for_steps(2, TRAIN_S)
+    assert {version.split(".")[0] for step in steps for version in step.versions.values()} == {"1"}
+    assert sum(step.mismatches for step in steps) == 0
+
+
+async def _end_of(events: EventStream, op_id: str, limit_s: float) -> OpEnded | None:
+    """The end of an op, None if it hasn't ended in that time."""
+    until_s = time.monotonic() + limit_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        try:
+            event = await events.next(left_s)
+        except DeadlineError:
+            return None
+        if isinstance(event, OpEnded) and event.op_id == op_id:
+            return event
+    return None
+
+
+async def _freeze_within_update(fleet: Fleet, service: str) -> str:
+    """Freeze a container while the fleet is updated, so that the update waits for it; the op's id."""
+    container = fleet.container(service)
+    async with rlbus.connect(fleet.url, namespace=NAMESPACE, token=fleet.token) as bus:
+        for _ in range(NUM_TRIES):
+            async with bus.fleet.watch() as events:
+                started = await events.next(GO_ON_S)
+                while not (isinstance(started, OpStarted) and started.op == UPDATE):
+                    started = await events.next(GO_ON_S)
+                await asyncio.to_thread(fleet.docker.post, f"/containers/{container}/pause")
+                if await _end_of(events, started.op_id, HELD_S) is None:
+                    return started.op_id
+                await asyncio.to_thread(fleet.docker.post, f"/containers/{container}/unpause")
+    raise AssertionError(f"each of {NUM_TRIES} updates was over before the container was frozen")
+
+
+@pytest.mark.parametrize("service", ["decode"])
+def test_a_worker_killed_in_mid_update_costs_no_update_and_comes_back(training: Fleet, service: str) -> None:
+    """The update ends on the others, the next ones too; started again, it is caught up and takes part."""
+    worker = next(w for w in WORKERS if w.startswith(service))
+    training.wait_for_steps(1, TRAIN_S)
+    op_id = asyncio.run(_freeze_within_update(training, service))
+    training.docker.run("kill", training.container(service))
+
+    steps = training.wait_for_steps(3, GO_ON_S)
+    assert all(set(step.versions) == set(WORKERS) - {worker} for step in steps[1:])
+    history = json.loads(training.rlbus("history", "--limit", "100", "--json").stdout)["items"]
+    (struck,) = (item for item in history if item["op_id"] == op_id)
+    assert (struck["num_ok"], struck["num_workers"]) == (1, 2)
+
+    training.docker.run("start", training.container(service))
+    until(lambda: training.is_healthy(service), HEALTHY_S, f"{service} is healthy")
+    until(lambda: training.is_admitted(worker), GO_ON_S, f"{worker} is admitted")
+    steps = training.wait_for_steps(3, GO_ON_S)
+    assert set(steps[-1].versions) == set(WORKERS)
+    assert sum(step.mismatches + step.mixed for step in steps) == 0
+
+
+def test_updates_go_on_when_the_bus_was_restarted(training: Fleet) -> None:
+    """Everybody connects again by itself."""
+    training.wait_for_steps(1, TRAIN_S)
+    training.docker.run("restart", "--time", "10", training.container("nats"), limit_s=GO_ON_S)
+    until(lambda: training.is_healthy("nats"), HEALTHY_S, "nats is healthy")
+    steps = training.wait_for_steps(3, GO_ON_S)
+    assert set(steps[-1].versions) == set(WORKERS)
+    until(lambda: all(training.is_admitted(worker) for worker in WORKERS), GO_ON_S, "both workers are admitted")
+    assert training.state("controller")["Running"]
+
+
+def test_down_leaves_nothing(training: Fleet) -> None:
+    """No container, no network, no volume."""
+    assert training.leftovers()
+    training.down()
+    assert training.leftovers() == []
+
+
+def test_everything_in_the_image_is_named() -> None:
+    """What Docker gets of this folder is a list, so that no secret or build output of a user gets into an image."""
+    lines = (Path(ROOT) / ".dockerignore").read_text().splitlines()
+    assert lines[0] == "*"

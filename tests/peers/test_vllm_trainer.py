@@ -1,0 +1,147 @@
+"""vLLM's own trainer side drives real workers: its HTTP client one vLLM server, and the bus client a mixed fleet."""
+
+import asyncio
+import importlib.util
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rlbus import BusWeightSyncClient
+from rlbus.workers.torch_lm.make import make_tiny_model
+from tests.peers.fleet import Fleet, completion
+from tests.peers.programs import Programs
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20))
+TORCH_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def fleet(programs: Programs, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    """A vLLM server with the plugin (7), and a torch engine of two ranks (8), which start with the same weights."""
+    fleet = Fleet(programs, tmp_path_factory.mktemp("fleet"))
+    fleet.start("vllm", "worker", "vllm", str(tiny_model), "--small", "--instance-id", "7", *OPTIONS)
+    fleet.start("torch", "worker", "torch", str(tiny_model), "--ranks", str(TORCH_RANKS), "--instance-id", "8")
+    for worker in ("7", "8"):
+        fleet.until(worker, lambda member: member["liveness"] == "alive")
+    return fleet
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of the same architecture with other weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    return [make_tiny_model(folder / str(seed), seed=seed, vocab_size=512) for seed in (11, 12)]
+
+
+def trainer(checkpoint: Path, client: Any, world_size: int, on_first: Callable[[], None] = lambda: None) -> Any:
+    """vLLM's trainer engine over Gloo, as a user of vLLM makes it. `on_first` is called before the first tensor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what vLLM imports
+        from safetensors.torch import load_file
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from rlbus.workers.vllm_server.trainer import GlooTrainerInitInfo
+
+    weights = load_file(checkpoint / "model.safetensors")
+
+    class Source(WeightSource):  # type: ignore[misc]
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            on_first()
+            return iter(weights.items())
+
+    info = GlooTrainerInitInfo(master_address="127.0.0.1", master_port=0, world_size=world_size, rank=0)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
+
+
+def expected_tokens(checkpoint: Path) -> list[int]:
+    """What a model of these weights generates, by another engine."""
+
+    async def main() -> list[int]:
+        from rlbus.workers.engines.torch_engine import TorchEngine
+        from rlbus.workers.torch_lm.sampling import Sampling
+
+        engine = TorchEngine(checkpoint)
+        await engine.start()
+        try:
+            sampling = Sampling(max_tokens=16, temperature=0.0, ignores_eos=True)
+            return list((await engine.generate([7, 8, 9, 10], sampling)).tokens)
+        finally:
+            await engine.aclose()
+
+    return asyncio.run(main())
+
+
+def url_of(fleet: Fleet, worker: str, which: str) -> str:
+    """Where a worker is reached."""
+    member = fleet.member(worker)
+    assert member is not None
+    return str(member["descriptor"][which])
+
+
+def test_vllms_http_client_updates_a_vllm_server_under_the_agents_rules(
+    fleet: Fleet, tiny_model: Path, trained: list[Path]
+) -> None:
+    """Refused unless paused; a pause with owner and lease; busy meanwhile; then the trainer's tokens, one by one."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    url = url_of(fleet, "7", "system_url")
+    expected = expected_tokens(trained[0])
+    assert completion(url, str(tiny_model)) != expected
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as admin:
+        meanwhile: list[httpx.Response] = []
+
+        def also() -> None:
+            meanwhile.append(admin.post("/init_weight_transfer_engine", json={"init_info": {}}))
+
+        sync = HTTPVLLMWeightSyncClient(url)
+        engine = trainer(trained[0], sync, 2, also)
+        with pytest.raises(Exception, match="409"):
+            engine.send_weights()
+        assert meanwhile == []
+        answer = admin.post("/pause?mode=keep", headers={"X-Rlbus-Caller": "trainer", "X-Rlbus-Lease-S": "120"})
+        assert answer.json() == {"status": "paused"}
+        pause = admin.get("/rlbus/status").json()["status"]["pause"]
+        assert pause["owner"] == "http:trainer"
+        assert 0 < pause["expires_at"] - time.time() <= 120
+        engine.send_weights()
+        assert [(m.status_code, m.json()["rlbus"]["code"]) for m in meanwhile] == [(503, "busy")]
+        assert admin.get("/is_paused").json() == {"is_paused": True}
+        assert admin.post("/resume").json() == {"status": "resumed"}
+        assert completion(url, str(tiny_model)) == expected
+        assert admin.get("/weight_info").json() == {"weight_version": "0.1"}
+        assert admin.post("/collective_rpc", json={"method": "reset_weights"}).status_code == 403
+        engine.shutdown()
+        sync.shutdown_weight_transfer_engine()
+
+
+def test_bus_client_updates_vllm_and_torch_as_one_fleet(fleet: Fleet, tiny_model: Path, trained: list[Path]) -> None:
+    """One group over all ranks of unequal workers; both end with the trainer's tokens, running, at one version."""
+    expected = expected_tokens(trained[1])
+    with BusWeightSyncClient(fleet.url) as client:
+        assert client.world_size() == 1 + TORCH_RANKS
+        engine = trainer(trained[1], client, 1 + client.world_size())
+        engine.send_weights()
+        assert client.report is not None
+        assert [outcome.outcome.value for outcome in client.report.outcomes] == ["ok", "ok"]
+        engine.shutdown()
+        client.shutdown_weight_transfer_engine()
+    for worker in ("7", "8"):
+        assert completion(url_of(fleet, worker, "completions_url"), str(tiny_model)) == expected
+    weights = [fleet.until(worker, lambda m: m["admitted"])["status"]["weights"] for worker in ("7", "8")]
+    assert [w["state"] for w in weights] == ["clean", "clean"]
+    assert weights[0]["version"] == weights[1]["version"] != [0, 1]
