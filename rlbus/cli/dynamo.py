@@ -122,13 +122,8 @@ def worker_dynamo(
         system()
         given = (("--discovery", discovery), ("--url", url), ("--header", header))
         arguments = [part for name, values in given for value in values or () for part in (name, value)]
-        single: tuple[tuple[str, object], ...] = (
-            ("--component", component),
-            ("--model-dir", folder),
-            ("--api-key-env", api_key_env),
-            ("--system-host", system_host),
-            ("--system-port", system_port),
-        )
+        single: list[tuple[str, object]] = [("--component", component), ("--model-dir", folder)]
+        single += [("--api-key-env", api_key_env), ("--system-host", system_host), ("--system-port", system_port)]
         arguments += [part for name, value in single if value is not None for part in (name, str(value))]
         if transfer is not None:
             arguments.append("--transfer" if transfer else "--no-transfer")
