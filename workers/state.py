@@ -64,6 +64,8 @@ class Session:
     version: Version | None
     before: WeightsView
     is_received: bool = False
+    # What another trainer said that it brings, kept where `before` isn't whole: only all of a model heals it.
+    tensors: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
