@@ -385,12 +385,13 @@ def _committed(state: WorkerState, body: CommitWeights, event: Ended) -> WorkerS
 
 
 def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
-    return replace(_clean(state, body.version), committed_op_id=None)
+    return replace(_clean(state, body.version), committed_op_id=None, is_unnamed=not body.is_named)
 
 
 def _clean(state: WorkerState, version: Version) -> WorkerState:
     weights = WeightsView(state=WeightsState.CLEAN, version=version, last_good=version)
-    return leases.healed(replace(state, weights=weights, session=None, prepared=None, owes_flush=True))
+    state = replace(state, weights=weights, is_unnamed=False, session=None, prepared=None, owes_flush=True)
+    return leases.healed(state)
 
 
 def _applied(state: WorkerState, body: ApplyUpdate, event: Ended) -> WorkerState:
@@ -402,12 +403,13 @@ def _applied(state: WorkerState, body: ApplyUpdate, event: Ended) -> WorkerState
 
 
 def _finished(state: WorkerState, body: FinishUpdate, event: Ended) -> WorkerState:
-    return replace(_clean(state, next_version(state, body)), committed_op_id=None)
+    is_unnamed = body.version is None
+    return replace(_clean(state, next_version(state, body)), committed_op_id=None, is_unnamed=is_unnamed)
 
 
 def _named(state: WorkerState, body: SetVersion, event: Ended) -> WorkerState:
     weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
-    return replace(state, weights=weights, committed_op_id=None)
+    return replace(state, weights=weights, committed_op_id=None, is_unnamed=False)
 
 
 def _aborted(state: WorkerState, body: AbortWeights, event: Ended) -> WorkerState:
