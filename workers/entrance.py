@@ -31,6 +31,7 @@ from rlbus.workers.answers import Answers
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.moves import Cleanup
+from rlbus.workers.sleeping import PAUSE_SUFFIX
 from rlbus.workers.state import WorkerState
 
 # Longest time that a caller may give an op, in seconds.
@@ -123,7 +124,7 @@ class Entrance:
             body=_owned(body, caller, lease_s),
             members=(self._host.descriptor.instance_id,),
         )
-        if problem := self._problem(command, limit_s):
+        if problem := self._problem(command, caller, limit_s):
             return self._refusal(command, problem)
         waiting = Waiting(used, asyncio.get_running_loop().create_future())
         self._waiting.add(waiting.result)
@@ -140,8 +141,11 @@ class Entrance:
             self._host.answers.unlisten(reply)
             self._waiting.discard(waiting.result)
 
-    def _problem(self, command: Command, limit_s: float) -> Fault | None:
+    def _problem(self, command: Command, caller: str, limit_s: float) -> Fault | None:
         """Why this can't be taken: what the decoder of the bus says, and the bounds of this entrance."""
+        if caller.endswith(PAUSE_SUFFIX):
+            text = f"a caller can't be called {caller!r}: names that end with {PAUSE_SUFFIX} are for ops of rlbus"
+            return fault(FaultCode.BAD_MESSAGE, text, caller=caller)
         if not 0 < limit_s <= MAX_LIMIT_S:
             text = f"a limit of {limit_s:g} s; use more than 0 and at most {MAX_LIMIT_S:g}"
             return fault(FaultCode.BAD_MESSAGE, text, limit_s=limit_s)

@@ -214,3 +214,14 @@ def test_who_waits_for_an_agent_that_ends_without_a_result_is_told_so() -> None:
             await entrance.submit(GetVersion(), caller="a", limit_s=1.0)
 
     on_worker(scenario, {"flush_cache": {0: Step(latency_s=5.0)}})
+
+
+def test_a_caller_that_is_called_as_an_ops_pause_holds_nothing() -> None:
+    """Audit of issue 4, 18: an update would take its hold for a pause of its own, and end it."""
+
+    async def scenario(rig: Rig) -> None:
+        result = await rig.agent.entrance.submit(PauseGeneration(), caller="http:eval-pause", limit_s=5.0)
+        assert code_of(result) is FaultCode.BAD_MESSAGE
+        assert rig.agent.state.pause is None
+
+    on_worker(scenario)
