@@ -20,6 +20,7 @@ from rlbus.schemas import (
     Descriptor,
     Fault,
     FaultCode,
+    InitTransfer,
     PauseGeneration,
     RenewLease,
     Result,
@@ -36,6 +37,9 @@ from rlbus.workers.state import WorkerState
 
 # Longest time that a caller may give an op, in seconds.
 MAX_LIMIT_S = 86_400.0
+# Longest time that an op may hold the worker's one place while it waits for a trainer to join, in seconds: nothing else
+# can run meanwhile, and one that comes later asks again. Source: vLLM's own rendezvous, seconds once both are there.
+MAX_JOIN_S = 120.0
 # Largest request. More than a message of the bus may have: a caller's own metadata of a large model doesn't travel on.
 MAX_REQUEST_BYTES = 16 << 20
 # After everything else that the agent may do at the end of an op: for the loop to come round, in seconds.
@@ -107,7 +111,8 @@ class Entrance:
             lease_s: how long such a pause holds without renewal, in seconds; None is an explicit hold. Of no meaning
                 for other commands.
             op_id: the same again joins the first; None makes a new one.
-            limit_s: how long the op may take. After it, it is ended like any op whose deadline has passed.
+            limit_s: how long the op may take. After it, it is ended like any op whose deadline has passed. Waiting for
+                a trainer's group ends after MAX_JOIN_S already.
 
         Raises:
             ClosedError: the agent doesn't run (any more); what has become of an op that ran is in the ledger.
@@ -116,6 +121,8 @@ class Entrance:
         """
         if not self._is_open:
             raise ClosedError("the worker's agent")
+        if isinstance(body, InitTransfer):
+            limit_s = min(limit_s, MAX_JOIN_S)
         used = self._bus.new_id() if op_id is None else op_id
         command = Command(
             op_id=used,
