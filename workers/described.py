@@ -1,7 +1,7 @@
 """What another trainer says that it sends, in the words of vLLM's weight transfer. Pure.
 
-Between that trainer and the engine's backend these words are theirs; here they only tell whether an update brings all of
-a model, which torn weights need. What can't be understood describes nothing, and so heals nothing.
+Between that trainer and the engine's backend these words are theirs; here they only tell whether an update brings all
+of a model, which torn weights need. What can't be understood describes nothing, and so heals nothing.
 """
 
 from typing import Any
