@@ -6,7 +6,7 @@ Everything here is checked before the first side effect; a fault means that noth
 from collections.abc import Sequence
 
 from rlbus.controller.causes import fault
-from rlbus.controller.op_ids import is_pause_of_op
+from rlbus.controller.op_ids import PAUSE_STEP, is_pause_of_op
 from rlbus.controller.registry import Member, Registry, list_names
 from rlbus.controller.update_state import Candidate, Group, Plan
 from rlbus.errors import ManifestError
@@ -61,6 +61,16 @@ def check_deadline(deadline_s: float) -> Fault | None:
         return None
     message = f"deadline_s is {deadline_s:g}; use more than 0 and at most {MAX_DEADLINE_S:g} seconds"
     return fault(FaultCode.BAD_MESSAGE, message)
+
+
+def check_sender(request: Request) -> Fault | None:
+    """Whether a request's deadline can be kept, and its caller isn't called as an op's pause: an update would end what
+    such a one holds.
+    """
+    if is_pause_of_op(request.caller):
+        message = f"a caller can't be called {request.caller!r}: names that end with -{PAUSE_STEP} are for ops of rlbus"
+        return fault(FaultCode.BAD_MESSAGE, message, caller=request.caller)
+    return check_deadline(request.deadline_s)
 
 
 def check_lease(lease_s: float | None) -> Fault | None:

@@ -55,11 +55,13 @@ class Attempt:
 
 
 def lacks(lora: FleetLora, member: Member, registry: Registry) -> bool:
-    """Whether this worker should have the adapter, can be addressed, and doesn't have it. Pure."""
+    """Whether this worker should have the adapter, is awake, can be addressed, and doesn't have it. Pure."""
     target, loras = lora.target, member.status.loras
     if target.workers is not None and member.worker not in target.workers:
         return False
     if target.components is not None and member.descriptor.component not in target.components:
+        return False
+    if member.status.asleep:
         return False
     if loras is None or "load_lora" not in member.descriptor.routes or member.liveness is not Liveness.ALIVE:
         return False

@@ -81,6 +81,8 @@ class Loras:
         for route in routes:
             if (missing := admission.check_route(members, route)) is not None:
                 return missing
+        if (sleeping := admission.check_awake(members)) is not None:
+            return sleeping
         revision = request.revision or self.book.next_revision(request.name, [m.status for m in members])
         problem = self.book.problem(request.name, revision, request.checksum) or self._source_problem(request)
         if problem is None and request.is_catch_up and self.book.get(request.name, revision) is None:
@@ -143,6 +145,8 @@ class Loras:
         if not members:
             message = "nobody of the target serves unload_lora"
             return fault(FaultCode.NO_ROUTE, message, route="unload_lora")
+        if (sleeping := admission.check_awake(members)) is not None:
+            return sleeping
         there = revisions_on(request.name, [m.status for m in members]) | set(self.book.revisions(request.name))
         revisions = tuple(sorted(there)) if request.revision is None else (request.revision,)
         if not revisions:

@@ -351,7 +351,7 @@ class Controller:
         if repeat is True:
             return True
         problem = repeat if isinstance(repeat, Fault) else None
-        problem = problem or admission.check_deadline(request.deadline_s)
+        problem = problem or admission.check_sender(request)
         if problem is None and is_mutation and self._giving_way.takes_place(request, message):
             return True
         problem = problem or self._desk.refusal(is_mutation=is_mutation)

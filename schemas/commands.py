@@ -144,12 +144,14 @@ class PrepareReload(Body, frozen=True, kw_only=True, tag="prepare_weights_reload
 class LoadWeights(Body, frozen=True, kw_only=True, tag="update_weights_from_disk"):
     """Load a safetensors folder that the worker can read (below one of its configured roots), and become clean.
 
-    Precondition: paused. `version` is what the worker publishes afterwards.
+    Precondition: paused. `version` is what the worker publishes afterwards. `is_named` False: nobody has said which
+    version the folder is, this is the next one, and `SetVersion` may name it.
     """
 
     path: str
     version: Version
     allow_rollback: bool = False
+    is_named: bool = True
 
 
 class GetVersion(Body, frozen=True, kw_only=True, tag="get_weight_version"):
@@ -159,7 +161,8 @@ class GetVersion(Body, frozen=True, kw_only=True, tag="get_weight_version"):
 class SetVersion(Body, frozen=True, kw_only=True, tag="set_weight_version"):
     """Say which version the weights are that the worker has: for orchestrators that name them after an update.
 
-    Refused unless the weights are clean, and no older than what is served unless `allow_rollback`. Nothing is loaded.
+    Refused unless the weights are clean and came without a name, or have this one already; and no older than what is
+    served unless `allow_rollback`. Nothing is loaded.
     """
 
     version: Version

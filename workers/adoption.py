@@ -4,11 +4,13 @@ What that agent kept (`ledger`) is a claim about an engine that may have been re
 what tells: rlbus sets it as the last step of an update, to the version, and a fresh server doesn't have it.
 """
 
+import re
 from dataclasses import replace
 
-from rlbus.schemas import PauseMode, PauseView, WeightsState, WeightsView
+from rlbus.schemas import PauseGeneration, PauseMode, PauseView, WeightsState, WeightsView
 from rlbus.workers.engines.found import Found
 from rlbus.workers.ledger import Noted
+from rlbus.workers.sleeping import PAUSE_SUFFIX
 from rlbus.workers.state import Lease, WorkerState
 
 # How long an engine that was found paused stays so, for whoever paused it to come back and say so; then it resumes as
@@ -18,16 +20,32 @@ FOUND_LEASE_S = 30.0
 OWNER = "an agent before this one"
 # Weights as a fresh engine loads them, which no update through rlbus has replaced.
 INITIAL = WeightsView(state=WeightsState.CLEAN)
+# A version as rlbus labels an engine with it. Source: `str(rlbus.schemas.Version)`.
+_LABEL = re.compile(r"\d{1,16}\.\d{1,16}", re.ASCII)
 
 
 def adopt(state: WorkerState, past: Noted | None, found: Found, now: float) -> WorkerState:
     """The state to begin with. `state` has what is known without the engine, `past` is what the agent before noted."""
     state = replace(state, weights=_weights(state, past, found), owes_flush=found.is_paused or found.is_torn)
-    if not found.is_paused or past is None:
+    if not found.is_paused or (past is None and not is_ours(found)):
         # Somebody whom no agent of this worker knows has paused it: shown as drift, and left to whoever did.
         return state
     pause = PauseView(owner=OWNER, mode=PauseMode.KEEP.value, since=now, expires_at=now + FOUND_LEASE_S)
     return replace(state, pause=pause, lease=Lease(FOUND_LEASE_S))
+
+
+def is_ours(found: Found) -> bool:
+    """Whether rlbus has updated this engine before: it has a label as only rlbus writes one, or is torn."""
+    return found.is_torn or (found.label is not None and _LABEL.fullmatch(found.label) is not None)
+
+
+def own_pause(found: Found, new_id: str) -> tuple[str, PauseGeneration] | None:
+    """The op_id and the pause with which an agent stops an engine that it found generating on torn weights; None: it
+    doesn't. An update may end it; the end of its lease doesn't, before the weights are whole.
+    """
+    if not found.is_torn or found.is_paused:
+        return None
+    return new_id + PAUSE_SUFFIX, PauseGeneration(mode=PauseMode.KEEP, clear_cache=False, lease_s=FOUND_LEASE_S)
 
 
 def _weights(state: WorkerState, past: Noted | None, found: Found) -> WeightsView:

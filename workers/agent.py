@@ -29,7 +29,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.manifest import ManifestBook
-from rlbus.workers.adoption import adopt
+from rlbus.workers.adoption import adopt, own_pause
 from rlbus.workers.answers import Answers, bad_message, find_op_id
 from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
@@ -145,8 +145,9 @@ class Agent:
             self._adopt(before)
         elif ledger is not None:
             self._remember(ledger)
-        if before is None and isinstance(engine, FoundEngine):
-            self._go_on_from(engine.found, ledger)
+        self._found = engine.found if before is None and isinstance(engine, FoundEngine) else None
+        if self._found is not None:
+            self._go_on_from(self._found, ledger)
         who = f"{namespace}.{component}.{instance_id}"
         self.lora_files: LoraFiles = LoraFiles(self._config, bus, who, None if before is None else before.lora_files)
         self._loras = LoraWatch(None if lora_info is None else lora_engine(engine), self, self._config)
@@ -197,6 +198,7 @@ class Agent:
         unwatch = self._bus.watch_connection(self._on_connection)
         drain_s = 0.0
         self._arm_lease()
+        self._stop_torn()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._heartbeat.run()), group.create_task(self._loras.run())]
             try:
@@ -281,6 +283,15 @@ class Agent:
             ledger.note(noted(self._state))
         weights, held = self._state.weights, "paused" if found.is_paused else "running"
         _log.info("the engine was found %s; its weights are %s at %s", held, weights.state.value, weights.version)
+
+    def _stop_torn(self) -> None:
+        """Nothing generates on weights that were found torn: pause it, by an op like any other."""
+        own = None if self._found is None else own_pause(self._found, self._bus.new_id())
+        if own is not None:
+            op_id, body = own
+            expires_at = self._bus.clock.now() + OWN_OP_S
+            command = Command(op_id=op_id, term=self._state.term, expires_at=expires_at, body=body)
+            self.take(command, None, route_of(body))
 
     def _adopt(self, before: "Agent") -> None:
         self._state = replace(before.state, running=None, queued=None)

@@ -290,7 +290,14 @@ def _check_set_version(state: WorkerState, body: SetVersion) -> Fault | None:
             f"weights are {weights.state.value}; a full update or a reload says what they are",
             state=weights.state.value,
         )
-    return None if weights.version == body.version else _check_version(state, body.version, body.allow_rollback)
+    if weights.version == body.version:
+        return None
+    if not state.is_unnamed:
+        # Versions are what tells who is behind: another name would make an old worker pass for one of the fleet's.
+        has = "those that it was started with" if weights.version is None else str(weights.version)
+        message = f"the weights are {has}; only an update or a reload that came without a version can be named after it"
+        return fault(FaultCode.WRONG_STATE, message, version=body.version, has=weights.version)
+    return _check_version(state, body.version, body.allow_rollback)
 
 
 def next_version(state: WorkerState, body: FinishUpdate) -> Version:

@@ -20,6 +20,7 @@ from rlbus.schemas import (
     Descriptor,
     Fault,
     FaultCode,
+    InitTransfer,
     PauseGeneration,
     RenewLease,
     Result,
@@ -31,10 +32,14 @@ from rlbus.workers.answers import Answers
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.moves import Cleanup
+from rlbus.workers.sleeping import PAUSE_SUFFIX
 from rlbus.workers.state import WorkerState
 
 # Longest time that a caller may give an op, in seconds.
 MAX_LIMIT_S = 86_400.0
+# Longest time that an op may hold the worker's one place while it waits for a trainer to join, in seconds: nothing else
+# can run meanwhile, and one that comes later asks again. Source: vLLM's own rendezvous, seconds once both are there.
+MAX_JOIN_S = 120.0
 # Largest request. More than a message of the bus may have: a caller's own metadata of a large model doesn't travel on.
 MAX_REQUEST_BYTES = 16 << 20
 # After everything else that the agent may do at the end of an op: for the loop to come round, in seconds.
@@ -106,7 +111,8 @@ class Entrance:
             lease_s: how long such a pause holds without renewal, in seconds; None is an explicit hold. Of no meaning
                 for other commands.
             op_id: the same again joins the first; None makes a new one.
-            limit_s: how long the op may take. After it, it is ended like any op whose deadline has passed.
+            limit_s: how long the op may take. After it, it is ended like any op whose deadline has passed. Waiting for
+                a trainer's group ends after MAX_JOIN_S already.
 
         Raises:
             ClosedError: the agent doesn't run (any more); what has become of an op that ran is in the ledger.
@@ -115,6 +121,8 @@ class Entrance:
         """
         if not self._is_open:
             raise ClosedError("the worker's agent")
+        if isinstance(body, InitTransfer):
+            limit_s = min(limit_s, MAX_JOIN_S)
         used = self._bus.new_id() if op_id is None else op_id
         command = Command(
             op_id=used,
@@ -123,7 +131,7 @@ class Entrance:
             body=_owned(body, caller, lease_s),
             members=(self._host.descriptor.instance_id,),
         )
-        if problem := self._problem(command, limit_s):
+        if problem := self._problem(command, caller, limit_s):
             return self._refusal(command, problem)
         waiting = Waiting(used, asyncio.get_running_loop().create_future())
         self._waiting.add(waiting.result)
@@ -140,8 +148,11 @@ class Entrance:
             self._host.answers.unlisten(reply)
             self._waiting.discard(waiting.result)
 
-    def _problem(self, command: Command, limit_s: float) -> Fault | None:
+    def _problem(self, command: Command, caller: str, limit_s: float) -> Fault | None:
         """Why this can't be taken: what the decoder of the bus says, and the bounds of this entrance."""
+        if caller.endswith(PAUSE_SUFFIX):
+            text = f"a caller can't be called {caller!r}: names that end with {PAUSE_SUFFIX} are for ops of rlbus"
+            return fault(FaultCode.BAD_MESSAGE, text, caller=caller)
         if not 0 < limit_s <= MAX_LIMIT_S:
             text = f"a limit of {limit_s:g} s; use more than 0 and at most {MAX_LIMIT_S:g}"
             return fault(FaultCode.BAD_MESSAGE, text, limit_s=limit_s)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlbus.schemas import (
     QUERY_ROUTES,
+    WHOLE,
     AbortRequest,
     AbortWeights,
     ApplyUpdate,
@@ -48,6 +49,7 @@ from rlbus.schemas import (
 )
 from rlbus.workers import leases, sleeping
 from rlbus.workers.checks import check_body, fault, is_committed, next_version
+from rlbus.workers.described import described
 from rlbus.workers.journal import Record, digest_of
 from rlbus.workers.loras import check_load, check_unload, lora_event
 from rlbus.workers.moves import (
@@ -383,21 +385,31 @@ def _committed(state: WorkerState, body: CommitWeights, event: Ended) -> WorkerS
 
 
 def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
-    return replace(_clean(state, body.version), committed_op_id=None)
+    return replace(_clean(state, body.version), committed_op_id=None, is_unnamed=not body.is_named)
 
 
 def _clean(state: WorkerState, version: Version) -> WorkerState:
     weights = WeightsView(state=WeightsState.CLEAN, version=version, last_good=version)
-    return leases.healed(replace(state, weights=weights, session=None, prepared=None, owes_flush=True))
+    state = replace(state, weights=weights, is_unnamed=False, session=None, prepared=None, owes_flush=True)
+    return leases.healed(state)
+
+
+def _applied(state: WorkerState, body: ApplyUpdate, event: Ended) -> WorkerState:
+    session = state.session
+    if session is None or session.before.state in WHOLE:
+        return state
+    brought = {spec.name: spec for spec in (*session.tensors, *described(body.info))}
+    return replace(state, session=replace(session, tensors=tuple(brought.values())))
 
 
 def _finished(state: WorkerState, body: FinishUpdate, event: Ended) -> WorkerState:
-    return replace(_clean(state, next_version(state, body)), committed_op_id=None)
+    is_unnamed = body.version is None
+    return replace(_clean(state, next_version(state, body)), committed_op_id=None, is_unnamed=is_unnamed)
 
 
 def _named(state: WorkerState, body: SetVersion, event: Ended) -> WorkerState:
     weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
-    return replace(state, weights=weights, committed_op_id=None)
+    return replace(state, weights=weights, committed_op_id=None, is_unnamed=False)
 
 
 def _aborted(state: WorkerState, body: AbortWeights, event: Ended) -> WorkerState:
@@ -420,6 +432,7 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     LoadWeights: _loaded,
     AbortWeights: _aborted,
     SetVersion: _named,
+    ApplyUpdate: _applied,
     FinishUpdate: _finished,
 }
 

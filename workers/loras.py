@@ -18,10 +18,11 @@ from rlbus.schemas import (
     LoraState,
     LorasView,
     LoraView,
+    SleepTag,
     UnloadLora,
     lora_id,
 )
-from rlbus.workers.checks import fault
+from rlbus.workers.checks import asleep_problem, fault
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.moves import (
     DrainEnded,
@@ -59,7 +60,7 @@ class LoadPlan:
 def check_load(state: WorkerState, body: LoadLora) -> Fault | None:
     """Why this adapter can't be loaded in this state, or None."""
     name = lora_id(body.name, body.revision)
-    if problem := _open_update(state, f"loading {name}"):
+    if problem := _asleep(state, f"loading {name}") or _open_update(state, f"loading {name}"):
         return problem
     if state.weights.state not in WHOLE:
         message = (
@@ -80,7 +81,14 @@ def known_sum(state: WorkerState, name: str, revision: int) -> str | None:
 
 def check_unload(state: WorkerState, body: UnloadLora) -> Fault | None:
     """Why this adapter can't be unloaded in this state, or None."""
-    return _open_update(state, f"unloading {lora_id(body.name, body.revision)}")
+    what = f"unloading {lora_id(body.name, body.revision)}"
+    return _asleep(state, what) or _open_update(state, what)
+
+
+def _asleep(state: WorkerState, what: str) -> Fault | None:
+    """An engine whose weights sleep has given their memory back, and an adapter's with it."""
+    asleep = state.asleep & {SleepTag.WEIGHTS}
+    return asleep_problem(asleep, what) if asleep else None
 
 
 def _open_update(state: WorkerState, what: str) -> Fault | None:

@@ -3,8 +3,11 @@
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
+from rlbus.errors import FaultError
 from rlbus.schemas import (
+    WHOLE,
     ApplyUpdate,
+    FaultCode,
     FinishUpdate,
     InitTransfer,
     ResultData,
@@ -14,8 +17,8 @@ from rlbus.schemas import (
     WeightsState,
     WeightsView,
 )
-from rlbus.workers.checks import next_version
-from rlbus.workers.engines.base import Engine
+from rlbus.workers.checks import fault, next_version
+from rlbus.workers.engines.base import Engine, UpdateFailedError
 from rlbus.workers.engines.native import NativeEngine, info_of
 from rlbus.workers.moves import Action, Event, SessionClosed, Started
 from rlbus.workers.state import WorkerState
@@ -68,6 +71,7 @@ async def perform(
             around.apply(Started(op_id))
             await native.update_native(info)
         case FinishUpdate():
+            _check_heals(engine, around.state)
             version = next_version(around.state, body)
             await native.finish_native(version)
             weights = WeightsView(state=WeightsState.CLEAN, version=version, last_good=version)
@@ -80,3 +84,22 @@ async def _give_up_open(engine: Engine, around: Surroundings) -> None:
     if around.state.session is not None:
         await engine.abort_update()
         around.apply(SessionClosed())
+
+
+def _check_heals(engine: Engine, state: WorkerState) -> None:
+    """Weights that were torn before are whole only if everything came. Raises UpdateFailedError: the update is closed,
+    and they stay torn.
+    """
+    assert state.session is not None
+    before, tensors = state.session.before, state.session.tensors
+    if before.state in WHOLE:
+        return
+    try:
+        engine.check_manifest(tensors)
+    except FaultError as exc:
+        message = (
+            f"the weights were {before.state.value}, and this update didn't bring all of them ({exc.fault.message}); "
+            "send every tensor, with names, dtype_names and shapes, or load a folder"
+        )
+        why = fault(FaultCode.TRANSFER_FAILED, message, num_tensors=len(tensors))
+        raise UpdateFailedError(why, weights_touched=True) from exc

@@ -64,6 +64,8 @@ class Session:
     version: Version | None
     before: WeightsView
     is_received: bool = False
+    # What another trainer said that it brings, kept where `before` isn't whole: only all of a model heals it.
+    tensors: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class WorkerState:
     # Highest term that a command for this worker carried.
     term: int = 0
     weights: WeightsView = field(default_factory=lambda: WeightsView(state=WeightsState.CLEAN))
+    # Nobody has said which version the clean weights are: the one they have is only the next, and may yet be named.
+    is_unnamed: bool = False
     # None: commanded to run.
     pause: PauseView | None = None
     # None: not paused, or an explicit hold.

@@ -73,9 +73,9 @@ def test_an_orchestrator_of_dynamos_steers_a_real_vllm(tmp_path: Path) -> None:
         assert after != before
         assert await tokens(client) == after
         assert (await ok(client, "get_weight_version"))["version"] == "v7"
-        await ok(client, "set_weight_version", {"weight_version": 8})
+        await ok(client, "set_weight_version", {"weight_version": "step-7"})
         status = (await client.get("/rlbus/status")).json()["status"]
-        assert (status["weights"]["version"], status["drift"]) == ([0, 8], None)
+        assert (status["weights"]["version"], status["drift"]) == ([0, 7], None)
         outside = await client.post("/engine/update_weights_from_disk", json={"model_path": "/etc"})
         assert outside.json()["status"] == "error"
 

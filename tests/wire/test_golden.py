@@ -96,7 +96,7 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.CommitWeights(update_op_id="up-1", version=V2),
     s.AbortWeights(update_op_id="up-1", reason="sender gave up"),
     s.PrepareReload(path="/models/step-42", version=V2, allow_rollback=True, sums_digest="d2"),
-    s.LoadWeights(path="/models/step-42", version=V2, allow_rollback=True),
+    s.LoadWeights(path="/models/step-42", version=V2, allow_rollback=True, is_named=False),
     s.GetVersion(),
     s.SetVersion(version=V2, allow_rollback=True),
     s.InitTransfer(info='{"rank_offset":1}'),

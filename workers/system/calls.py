@@ -51,6 +51,8 @@ STATUS_OF: Mapping[FaultCode, int] = {
     FaultCode.BUSY: 409,
     FaultCode.WRONG_STATE: 409,
     FaultCode.ASLEEP: 409,
+    FaultCode.NO_CAPACITY: 409,
+    FaultCode.REVISION_TAKEN: 409,
     FaultCode.DIRTY: 409,
     FaultCode.VERSION_REGRESSION: 409,
     FaultCode.MANIFEST_UNKNOWN: 422,
@@ -58,8 +60,6 @@ STATUS_OF: Mapping[FaultCode, int] = {
     FaultCode.UNKNOWN_OP: 404,
     FaultCode.DEADLINE: 504,
     FaultCode.ENGINE_DEAD: 503,
-    FaultCode.NO_CAPACITY: 409,
-    FaultCode.REVISION_TAKEN: 409,
     FaultCode.CANCELLED: 409,
 }
 

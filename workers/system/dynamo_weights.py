@@ -42,7 +42,7 @@ class Weights:
         return {"status": "ok", "version": label, "version_declared": is_declared}
 
     async def set_version(self, call: Call) -> Reply:
-        """Call clean weights so."""
+        """Call clean weights so, that came without a name."""
         body = parsed(call, SetLabel)
         if body.weight_version is msgspec.UNSET:
             raise said("Missing 'weight_version' in body")
@@ -100,7 +100,7 @@ class Weights:
     async def _load(self, call: Call, path: str, label: Any, allow_rollback: bool, resets: bool) -> Reply:
         is_named = label is not msgspec.UNSET
         version = named(label, call) if is_named else unnamed(call)
-        await call.do(LoadWeights(path=path, version=version, allow_rollback=allow_rollback))
+        await call.do(LoadWeights(path=path, version=version, allow_rollback=allow_rollback, is_named=is_named))
         if is_named:
             self._labels.note(version, label)
         if resets:

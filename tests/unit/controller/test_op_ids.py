@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from rlbus.bus import Bus
+from rlbus.client import FleetClient
 from rlbus.controller.op_ids import MAX_TOKEN_CHARS, derive_step
 from rlbus.controller.service import Controller
+from rlbus.errors import RefusedError
 from rlbus.schemas import Generation, OpStatus, PauseGeneration
 from rlbus.testing import LoopClock, sequential_ids
 from tests.unit.controller.scene import Scene, play, worker
@@ -49,3 +51,15 @@ def test_steps_of_one_op_under_two_terms_have_different_ids_that_fit_a_subject()
         ids = {derive_step(op_id, term, "pause") for term in (1, 2, 2**53 - 1)}
         assert len(ids) == 3
         assert all(len(one) <= MAX_TOKEN_CHARS for one in ids)
+
+
+def test_nobody_is_called_as_the_pause_of_an_op() -> None:
+    """Audit of issue 4, 18: an update would take such a hold for a pause of its own, and end it."""
+
+    async def scenario(s: Scene) -> None:
+        client = FleetClient(s.fleet.client.bus, "test", caller="eval-pause")
+        with pytest.raises(RefusedError, match="-pause"):
+            await client.pause()
+        assert await s.generations() == [Generation.RUNNING, Generation.RUNNING]
+
+    play([worker(1), worker(2)], scenario)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlbus.controller.op_ids import is_pause_of_op
 from rlbus.schemas import FaultCode, ResumeGeneration, Version, WeightsState, WeightsView
 from rlbus.testing import run
 from rlbus.workers.adoption import FOUND_LEASE_S, INITIAL, adopt
@@ -97,6 +98,14 @@ def test_pause_of_somebody_unknown_is_left_alone() -> None:
     assert state == replace(FRESH, owes_flush=True)
 
 
+@pytest.mark.parametrize("found", [Found("0.7", is_paused=True, is_torn=False), Found("x", True, is_torn=True)])
+def test_pause_of_an_engine_that_rlbus_has_updated_gets_a_lease_without_a_ledger_too(found: Found) -> None:
+    """Audit of issue 4, 15: its weights have a label of ours, or an update of ours has torn them."""
+    state = adopted(None, found)
+    assert state.pause is not None
+    assert (state.pause.owner, state.pause.expires_at) == ("an agent before this one", 100.0 + FOUND_LEASE_S)
+
+
 class Outliving(FakeEngine):
     """An engine that ran before."""
 
@@ -158,6 +167,25 @@ def test_agent_does_not_resume_on_weights_that_it_found_torn(tmp_path: Path) -> 
             async with worker_on_bus(engine, ledger=ledger) as rig:
                 await asyncio.sleep(FOUND_LEASE_S * 2)
                 assert code_of(await rig.send(ResumeGeneration(), term=3)) is FaultCode.DIRTY
+                assert "resume" not in engine.calls
+
+    run(main())
+
+
+@pytest.mark.parametrize("has_ledger", [True, False])
+def test_agent_pauses_what_it_found_generating_on_torn_weights(tmp_path: Path, has_ledger: bool) -> None:
+    """Audit of issue 4, 15: in a pause that an update may end, and no end of a lease does."""
+
+    async def main() -> None:
+        engine = Outliving()
+        engine.found = Found("torn", is_paused=False, is_torn=True)
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(engine, ledger=ledger if has_ledger else None) as rig:
+                await asyncio.sleep(FOUND_LEASE_S * 2)
+                pause = rig.agent.state.pause
+                assert pause is not None
+                assert is_pause_of_op(pause.owner)
+                assert engine.requests.is_paused
                 assert "resume" not in engine.calls
 
     run(main())

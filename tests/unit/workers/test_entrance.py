@@ -11,6 +11,7 @@ from rlbus.schemas import (
     FaultCode,
     FlushCache,
     GetVersion,
+    InitTransfer,
     LoadWeights,
     PauseGeneration,
     PauseMode,
@@ -22,6 +23,7 @@ from rlbus.schemas import (
     WeightsData,
 )
 from rlbus.workers.engines.fake_script import Step
+from rlbus.workers.entrance import MAX_JOIN_S, MAX_LIMIT_S
 from rlbus.workers.journal import MAX_REPLIES
 from rlbus.workers.testing import Rig, code_of, on_worker
 
@@ -214,3 +216,28 @@ def test_who_waits_for_an_agent_that_ends_without_a_result_is_told_so() -> None:
             await entrance.submit(GetVersion(), caller="a", limit_s=1.0)
 
     on_worker(scenario, {"flush_cache": {0: Step(latency_s=5.0)}})
+
+
+def test_a_group_that_nobody_joins_holds_the_place_for_a_short_time_only() -> None:
+    """Audit of issue 4, 16: whatever the caller allows; then the next op has its turn."""
+
+    async def scenario(rig: Rig) -> None:
+        entrance, loop = rig.agent.entrance, asyncio.get_running_loop()
+        began_s = loop.time()
+        result = await entrance.submit(InitTransfer(info="{}"), caller="http:me", limit_s=MAX_LIMIT_S)
+        assert code_of(result) is FaultCode.DEADLINE
+        assert MAX_JOIN_S <= loop.time() - began_s < MAX_JOIN_S + 60.0
+        assert (await entrance.submit(PauseGeneration(), caller="b", limit_s=5.0)).status is ResultStatus.OK
+
+    on_worker(scenario, {"init_native": {0: Step(hangs=True)}})
+
+
+def test_a_caller_that_is_called_as_an_ops_pause_holds_nothing() -> None:
+    """Audit of issue 4, 18: an update would take its hold for a pause of its own, and end it."""
+
+    async def scenario(rig: Rig) -> None:
+        result = await rig.agent.entrance.submit(PauseGeneration(), caller="http:eval-pause", limit_s=5.0)
+        assert code_of(result) is FaultCode.BAD_MESSAGE
+        assert rig.agent.state.pause is None
+
+    on_worker(scenario)

@@ -15,8 +15,10 @@ from rlbus.schemas import (
     PauseGeneration,
     ResultStatus,
     ResumeGeneration,
+    Sleep,
     StatusData,
     UnloadLora,
+    WakeUp,
 )
 from rlbus.testing import run
 from rlbus.workers.engines.fake import FakeEngine
@@ -280,5 +282,21 @@ def test_unload_of_what_isnt_there_is_ok(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         gone = await rig.send(UnloadLora(name="policy", revision=9))
         assert (gone.status, data_of(gone).loras) == (ResultStatus.OK, ())
+
+    play(tmp_path, scenario)
+
+
+def test_no_adapter_comes_or_goes_while_the_weights_sleep(tmp_path: Path) -> None:
+    """Audit of issue 4, 2: it would be written into memory that is given back."""
+
+    async def scenario(rig: Rig) -> None:
+        assert (await rig.send(publish(tmp_path, 7))).status is ResultStatus.OK
+        assert (await rig.send(Sleep())).status is ResultStatus.OK
+        assert code_of(await rig.send(publish(tmp_path, 8))) is FaultCode.ASLEEP
+        gone = UnloadLora(name="policy", revision=7, drain_s=0.0)
+        assert code_of(await rig.send(gone)) is FaultCode.ASLEEP
+        assert (await rig.send(WakeUp())).status is ResultStatus.OK
+        assert (await rig.send(publish(tmp_path, 8))).status is ResultStatus.OK
+        assert list(ids(await listed(rig))) == ["policy@7", "policy@8"]
 
     play(tmp_path, scenario)

@@ -17,12 +17,14 @@ from rlbus.schemas import (
     ResumeGeneration,
     ShutdownTransfer,
     StartUpdate,
+    TensorSpec,
     Version,
     WeightsData,
     WeightsState,
 )
 from rlbus.testing import run
-from rlbus.workers.engines.fake import ROUTES, FakeEngine
+from rlbus.workers.described import described
+from rlbus.workers.engines.fake import DEFAULT_TENSORS, ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.testing import Rig, code_of, on_worker, updated, worker_on_bus
@@ -36,6 +38,13 @@ INIT = InitTransfer(info=json.dumps({"master_address": "127.0.0.1", "master_port
 def brings(step: int) -> ApplyUpdate:
     """The bytes of version 0.`step`."""
     return ApplyUpdate(info=json.dumps({"step": step}))
+
+
+def brings_whole(step: int, num_tensors: int = len(DEFAULT_TENSORS)) -> ApplyUpdate:
+    """The same in vLLM's words, which name the first `num_tensors`."""
+    specs = DEFAULT_TENSORS[:num_tensors]
+    names = {"names": [s.name for s in specs], "dtype_names": [s.dtype for s in specs]}
+    return ApplyUpdate(info=json.dumps({**names, "shapes": [s.shape for s in specs], "step": step}))
 
 
 def weights(rig: Rig) -> tuple[WeightsState, Version | None]:
@@ -136,11 +145,55 @@ def test_a_failed_one_leaves_what_was_or_torn_weights_and_no_open_update(step: S
         assert not rig.engine.is_native_open
         assert code_of(await rig.send(FinishUpdate(version=V1))) is FaultCode.WRONG_STATE
         assert (await rig.send(StartUpdate())).status is ResultStatus.OK
-        assert (await rig.send(brings(2))).status is ResultStatus.OK
+        assert (await rig.send(brings_whole(2))).status is ResultStatus.OK
         assert (await rig.send(FinishUpdate(version=V2))).status is ResultStatus.OK
         assert not rig.engine.is_torn
 
     on_worker(scenario, {"update_native": {1: step}})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [brings_whole(2, num_tensors=1), brings(2), ApplyUpdate(info='{"names": ["embed.weight"], "step": 2}')],
+    ids=["one tensor", "who knows what", "a name alone"],
+)
+def test_torn_weights_are_not_healed_by_a_part_of_the_model(body: ApplyUpdate) -> None:
+    """Audit of issue 4, 1: the finish fails, they stay torn and paused, and a whole update heals them."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        assert (await rig.send(brings(1))).status is ResultStatus.FAILED
+        assert (await rig.send(StartUpdate())).status is ResultStatus.OK
+        assert (await rig.send(body)).status is ResultStatus.OK
+        result = await rig.send(FinishUpdate(version=V2))
+        assert (result.status, code_of(result)) == (ResultStatus.FAILED, FaultCode.TRANSFER_FAILED)
+        assert weights(rig) == (WeightsState.DIRTY, None)
+        assert rig.agent.state.session is None
+        assert not rig.engine.is_native_open
+        assert code_of(await rig.send(ResumeGeneration())) is FaultCode.DIRTY
+        await rig.send(StartUpdate())
+        await rig.send(brings_whole(2, num_tensors=3))
+        await rig.send(brings_whole(2))
+        assert (await rig.send(FinishUpdate(version=V2))).status is ResultStatus.OK
+        assert weights(rig) == (WeightsState.CLEAN, V2)
+
+    on_worker(scenario, {"update_native": {1: failing(after_parts=1)}})
+
+
+@pytest.mark.parametrize(
+    "info",
+    ["{", "7", "[7]", '{"names": ["a"]}', '{"names": ["a"], "dtype_names": ["float32"], "shapes": []}'],
+)
+def test_what_cannot_be_understood_describes_no_tensor(info: str) -> None:
+    """So it heals nothing."""
+    assert described(info) == ()
+
+
+def test_a_list_of_descriptions_is_read_in_order() -> None:
+    """With torch's prefix or without."""
+    items = [{"names": [n], "dtype_names": ["torch.float32"], "shapes": [[2, 3]]} for n in ("a", "b")]
+    expected = tuple(TensorSpec(name=n, dtype="float32", shape=(2, 3)) for n in ("a", "b"))
+    assert described(json.dumps(items)) == expected
 
 
 def test_a_start_gives_up_what_an_earlier_one_left_open() -> None:

@@ -3,9 +3,14 @@
 import pytest
 
 from rlbus.schemas import (
+    ApplyUpdate,
     FaultCode,
+    FinishUpdate,
+    InitTransfer,
+    PauseGeneration,
     ResultStatus,
     SetVersion,
+    StartUpdate,
     Version,
     WeightsData,
     WeightsState,
@@ -19,10 +24,18 @@ pytestmark = pytest.mark.unit
 V1, V2 = Version(step=1), Version(step=2)
 
 
-def test_clean_weights_can_be_named() -> None:
+async def unnamed(rig: Rig) -> None:
+    """Weights whose version nobody has named: another trainer's update that doesn't say which it was."""
+    for body in (InitTransfer(info="{}"), PauseGeneration(), StartUpdate(), ApplyUpdate(info='{"step": 1}')):
+        assert (await rig.send(body)).status is ResultStatus.OK
+    assert (await rig.send(FinishUpdate())).status is ResultStatus.OK
+
+
+def test_weights_that_nobody_has_named_can_be_named() -> None:
     """The worker, its engine and its announcement say the same, and no drift."""
 
     async def scenario(rig: Rig) -> None:
+        await unnamed(rig)
         result = await rig.send(SetVersion(version=V2))
         assert isinstance(result.data, WeightsData)
         assert rig.agent.state.weights.version == V2
@@ -34,14 +47,32 @@ def test_clean_weights_can_be_named() -> None:
     on_worker(scenario)
 
 
+def test_weights_that_have_a_name_get_no_other() -> None:
+    """Audit of issue 4, 3: a worker that is behind can't be called the fleet's version, and so be admitted."""
+
+    async def scenario(rig: Rig) -> None:
+        assert code_of(await rig.send(SetVersion(version=V2))) is FaultCode.WRONG_STATE  # as it was started
+        await updated(rig, V1)
+        assert (await rig.send(SetVersion(version=V1))).status is ResultStatus.OK
+        for allow_rollback in (False, True):
+            body = SetVersion(version=V2, allow_rollback=allow_rollback)
+            assert code_of(await rig.send(body)) is FaultCode.WRONG_STATE
+        assert rig.agent.state.weights.version == V1
+        await unnamed(rig)
+        assert (await rig.send(SetVersion(version=V2))).status is ResultStatus.OK
+        assert code_of(await rig.send(SetVersion(version=Version(step=3)))) is FaultCode.WRONG_STATE
+
+    on_worker(scenario)
+
+
 def test_a_name_only_grows_unless_a_rollback_is_meant() -> None:
     """As the versions of updates; the same again is ok."""
 
     async def scenario(rig: Rig) -> None:
         await updated(rig, V2)
-        assert (await rig.send(SetVersion(version=V2))).status is ResultStatus.OK
+        await unnamed(rig)
         assert code_of(await rig.send(SetVersion(version=V1))) is FaultCode.VERSION_REGRESSION
-        assert rig.agent.state.weights.version == V2
+        assert rig.agent.state.weights.version == Version(step=3)
         assert (await rig.send(SetVersion(version=V1, allow_rollback=True))).status is ResultStatus.OK
         assert rig.agent.state.weights.version == V1
 
@@ -81,7 +112,7 @@ def test_an_engine_that_refuses_leaves_the_name() -> None:
     """What was before still is."""
 
     async def scenario(rig: Rig) -> None:
-        await updated(rig, V1)
+        await unnamed(rig)
         assert code_of(await rig.send(SetVersion(version=V2))) is FaultCode.ENGINE_FAILED
         assert rig.agent.state.weights.version == V1
 

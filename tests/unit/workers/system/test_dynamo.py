@@ -115,14 +115,17 @@ def test_both_paths_lead_to_the_same(prefix: str) -> None:
     on_surface(scenario)
 
 
-def test_a_version_is_read_as_it_was_written() -> None:
+def test_a_version_is_read_as_it_was_written(rooted: AgentConfig) -> None:
     """Undeclared at first; what an update of rlbus brings is named by its version."""
 
     async def scenario(front: Front) -> None:
+        step_7 = {"model_path": str(Path(rooted.weight_roots[0]) / "step_7")}
         nothing = {"status": "ok", "version": None, "version_declared": False}
         assert await ok(front, "get_weight_version") == nothing
+        await ok(front, "pause_generation")
         for label, version in ((3, "0.3"), ("4", "0.4"), ("v5", "0.5"), ("step-6", "0.6"), ("1.2", "1.2"), (3, "1.3")):
-            assert await ok(front, "set_weight_version", {"weight_version": label}) == {
+            await ok(front, "update_weights_from_disk", step_7)
+            assert await ok(front, "set_weight_version", {"weight_version": label, "allow_rollback": True}) == {
                 "status": "ok",
                 "version": label,
             }
@@ -131,7 +134,7 @@ def test_a_version_is_read_as_it_was_written() -> None:
         await updated(front.rig, Version(incarnation=1, step=9))
         assert await ok(front, "get_weight_version") == {"status": "ok", "version": "1.9", "version_declared": False}
 
-    on_surface(scenario)
+    on_surface(scenario, config=rooted)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +150,21 @@ def test_what_is_no_version_is_refused(label: Any) -> None:
     on_surface(scenario)
 
 
-def test_a_version_goes_back_only_if_that_is_meant() -> None:
-    """`allow_rollback` is rlbus' own."""
+def test_a_version_is_named_once_and_goes_back_only_if_that_is_meant(rooted: AgentConfig) -> None:
+    """`allow_rollback` is rlbus' own. Weights whose version somebody has named keep it."""
 
     async def scenario(front: Front) -> None:
-        await ok(front, "set_weight_version", {"weight_version": 5})
+        body = {"model_path": str(Path(rooted.weight_roots[0]) / "step_7")}
+        assert (await error(front, "set_weight_version", {"weight_version": "5.9999"}))["code"] == "wrong_state"
+        await ok(front, "pause_generation")
+        await ok(front, "update_weights_from_disk", {**body, "weight_version": 5})
+        assert (await error(front, "set_weight_version", {"weight_version": 6}))["code"] == "wrong_state"
+        await ok(front, "update_weights_from_disk", body)
         assert (await error(front, "set_weight_version", {"weight_version": 4}))["code"] == "version_regression"
         await ok(front, "set_weight_version", {"weight_version": 4, "allow_rollback": True})
+        assert (await error(front, "set_weight_version", {"weight_version": 9}))["code"] == "wrong_state"
 
-    on_surface(scenario)
+    on_surface(scenario, config=rooted)
 
 
 def test_a_folder_is_loaded_while_paused_and_the_caches_are_emptied(rooted: AgentConfig) -> None:
@@ -180,7 +189,7 @@ def test_an_update_without_a_version_gets_the_next_one(rooted: AgentConfig) -> N
 
     async def scenario(front: Front) -> None:
         body = {"model_path": str(Path(rooted.weight_roots[0]) / "step_7")}
-        await ok(front, "set_weight_version", {"weight_version": 6})
+        await updated(front.rig, Version(step=6))
         await ok(front, "pause_generation")
         for _ in range(2):
             answer = await ok(front, "update_weights_from_disk", body, x_rlbus_op_id="it")
