@@ -21,6 +21,7 @@ from rlbus.schemas import (
     InitTransfer,
     PauseGeneration,
     PauseMode,
+    PauseView,
     ResumeGeneration,
     ShutdownTransfer,
     StartUpdate,
@@ -173,15 +174,27 @@ async def standing_still(call: Call, allows_unpaused: bool) -> AsyncIterator[Non
 
     Cancel: the pause ends with its lease.
     """
-    pauses = allows_unpaused and call.agent.state.pause is None
-    if pauses:
+    made: PauseView | None = None
+    if allows_unpaused and call.agent.state.pause is None:
         await call.do(PauseGeneration(mode=PauseMode.KEEP, clear_cache=False), "pause")
+        made = call.agent.state.pause
     try:
         yield
     finally:
         # Torn weights stay paused, for whoever heals them.
-        if pauses and call.agent.state.weights.state in WHOLE_STATES:
-            await call.submit(ResumeGeneration(), "resume")
+        if call.agent.state.weights.state in WHOLE_STATES:
+            await _go_on(call, made)
+
+
+async def _go_on(call: Call, made: PauseView | None) -> None:
+    """Resume from the pause `made` here, unless it is somebody else's by now, or a hold; None: there was none."""
+    state = call.agent.state
+    if made is None or state.pause is None or (state.running and isinstance(state.running.body, PauseGeneration)):
+        # A pause that is being made just now is its owner's; if it fails, the lease of the one made here ends.
+        return
+    known, now = ((p.owner, p.since, p.expires_at is None) for p in (made, state.pause))
+    if known == now:
+        await call.submit(ResumeGeneration(), "resume")
 
 
 def named(label: Any, call: Call) -> Version:
