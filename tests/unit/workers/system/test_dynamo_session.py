@@ -230,6 +230,44 @@ def test_an_unpaused_update_leaves_a_pause_that_is_being_made() -> None:
     on_surface(scenario, {"pause": {1: Step(latency_s=5.0)}})
 
 
+def test_a_second_start_that_is_refused_leaves_the_firsts_pause_to_its_finish() -> None:
+    """Else nobody would end it before its lease does."""
+    flags = {"allow_unpaused": True, "reset_prefix_cache": False}
+
+    async def scenario(front: Front) -> None:
+        await ok(front, "init_weights_update_group", GROUP)
+        await ok(front, UPDATE, {**flags, "engine_rpc": "start_weight_update"})
+        update = {**flags, "engine_rpc": "update_weights", "update_info": {}}
+        updating = asyncio.create_task(ok(front, UPDATE, update))
+        await asyncio.sleep(1.0)
+        assert (await said(front, UPDATE, {**flags, "engine_rpc": "start_weight_update"}))["code"] == "busy"
+        await updating
+        await ok(front, UPDATE, {**flags, "engine_rpc": "finish_weight_update"})
+        assert front.rig.agent.state.pause is None
+
+    on_surface(scenario, engine=Naming({"update_native": {0: Step(latency_s=5.0)}}))
+
+
+def test_a_client_that_hangs_up_in_its_start_leaves_no_pause_without_an_update() -> None:
+    """Once begun, it is carried to its end; and the finish of whoever comes back ends the pause."""
+    flags = {"allow_unpaused": True, "reset_prefix_cache": False}
+    start = {**flags, "engine_rpc": "start_weight_update"}
+
+    async def scenario(front: Front) -> None:
+        await ok(front, "init_weights_update_group", GROUP)
+        gone = asyncio.create_task(front.post(f"/engine/{UPDATE}", start, x_rlbus_op_id="it"))
+        await asyncio.sleep(1.0)
+        gone.cancel()
+        await asyncio.sleep(10.0)
+        assert front.rig.agent.state.session is not None
+        await ok(front, UPDATE, start, x_rlbus_op_id="it")
+        await ok(front, UPDATE, {**flags, "engine_rpc": "update_weights", "update_info": {}})
+        await ok(front, UPDATE, {**flags, "engine_rpc": "finish_weight_update"})
+        assert front.rig.agent.state.pause is None
+
+    on_surface(scenario, engine=Naming({"pause": {0: Step(latency_s=5.0)}}))
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [
