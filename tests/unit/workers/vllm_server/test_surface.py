@@ -89,6 +89,19 @@ def test_the_servers_own_api_keys_will_do(keys: Any) -> None:
     assert ask(app, "/engine/x", authorization="Bearer wrong").status_code == 401
 
 
+def test_the_key_of_vllms_variable_will_do_and_its_option_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM itself: a server that is closed to others is no open one to us."""
+    monkeypatch.setenv("VLLM_API_KEY", "from-env")
+    app = application()
+    assert mount(app, args(host=None), None, 1, lambda: None)
+    assert ask(app, "/engine/x").status_code == 401
+    assert ask(app, "/engine/x", authorization="Bearer from-env").status_code == 503
+    app = application()
+    assert mount(app, args(host=None, api_key=["option"]), None, 1, lambda: None)
+    assert ask(app, "/engine/x", authorization="Bearer from-env").status_code == 401
+    assert ask(app, "/engine/x", authorization="Bearer option").status_code == 503
+
+
 def test_several_servers_on_one_port_have_none() -> None:
     """SCENARIOS 50: a pause would reach one of them by chance."""
     app = application()
