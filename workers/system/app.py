@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -28,6 +29,8 @@ T = TypeVar("T")
 GONE = 499
 # At most one log line about refused requests in this many seconds; the counter has them all.
 REFUSAL_LOG_S = 1.0
+# Of a refused request's path in it.
+MAX_SHOWN_CHARS = 200
 
 
 class Door:
@@ -40,7 +43,7 @@ class Door:
 
     def __init__(self, provider: Provider, tokens: Sequence[str] = ()) -> None:
         self.provider = provider
-        self._tokens = tuple(token.encode() for token in tokens)
+        self._tokens = tuple(tokens)
         self.num_requests: Counter[tuple[str, int]] = Counter()
         self.num_refused = 0
         self._logged_at_s = float("-inf")
@@ -55,8 +58,8 @@ class Door:
         if now_s - self._logged_at_s >= REFUSAL_LOG_S:
             self._logged_at_s = now_s
             who = "?" if request.client is None else request.client.host
-            text = "refused %s %s from %s: %s; %d refused so far"
-            _log.warning(text, request.method, request.url.path, who, problem.message, self.num_refused)
+            text = "refused %s %r from %s: %s; %d refused so far"
+            _log.warning(text, request.method, request.url.path[:MAX_SHOWN_CHARS], who, problem.message, self.num_refused)
         raise problem
 
     def _problem(self, request: Request) -> CallError | None:
@@ -65,13 +68,18 @@ class Door:
             if request.headers.get("origin") is not None:
                 return CallError(403, "Forbidden", "requests from web pages need a token; set RLBUS_SYSTEM_TOKEN")
             return None
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        sent = given.strip().encode("latin-1", "replace")
-        # All of them are compared, so that the time says nothing.
-        matches = [hmac.compare_digest(sent, token) for token in self._tokens]
-        if scheme.lower() == "bearer" and any(matches):
+        if has_key(request.headers, self._tokens):
             return None
         return CallError(401, "Unauthorized", "send the worker's token: Authorization: Bearer <RLBUS_SYSTEM_TOKEN>")
+
+
+def has_key(headers: Headers, keys: Sequence[str]) -> bool:
+    """Whether a request brings one of `keys` as bearer token."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    sent = given.strip().encode("latin-1", "replace")
+    # All of them are compared, so that the time says nothing.
+    matches = [hmac.compare_digest(sent, key.encode()) for key in keys]
+    return scheme.lower() == "bearer" and any(matches)
 
 
 class _Path:
@@ -121,10 +129,10 @@ class _Path:
         except CallError:
             raise
         except Exception as exc:
-            _log.exception("%s %s failed", request.method, request.url.path)
+            _log.exception("%s %r failed", request.method, request.url.path)
             raise CallError(500, "Internal error", "the worker failed; its log says why") from exc
         if response is None:
-            _log.info("%s went away before %s was done", call.caller, request.url.path)
+            _log.info("%s went away before %r was done", call.caller, request.url.path)
             return Response(status_code=GONE)
         if call.has_op:
             response.headers[OP_ID] = call.name

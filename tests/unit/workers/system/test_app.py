@@ -58,6 +58,17 @@ def test_a_401_says_which_scheme() -> None:
     on_surface(scenario, tokens=("right",))
 
 
+def test_refusals_in_the_log_have_no_escapes_of_the_senders(caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads it on a terminal would run them."""
+
+    async def scenario(front: Front) -> None:
+        assert (await front.get("/a%1B[2J%0Aforged")).status_code == 401
+
+    on_surface(scenario, tokens=("right",))
+    assert "refused GET '/a" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 def test_a_page_in_a_browser_can_not_steer_a_worker_without_token() -> None:
     """Loopback keeps others out, but not the pages that this user has open."""
 
