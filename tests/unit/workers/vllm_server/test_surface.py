@@ -38,7 +38,7 @@ def ask(app: Starlette, path: str, provider: Any = None, **headers: str) -> http
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             method = "POST" if path.startswith("/engine") else "GET"
             return await client.request(method, path, headers=headers)
 
@@ -52,7 +52,7 @@ def test_our_routes_come_before_vllms_and_leave_its_others_alone() -> None:
         app = application()
         async with worker_on_bus(FakeEngine()) as rig:
             assert mount(app, args(), None, 1, lambda: rig.agent)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 assert (await client.post("/engine/pause_generation")).json()["status"] == "ok"
                 assert (await client.get("/health")).text == "vllm"
                 assert (await client.get("/rlbus/health")).json()["status"] == "ready"
