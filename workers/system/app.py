@@ -31,7 +31,7 @@ T = TypeVar("T")
 GONE = 499
 # At most one log line about refused requests in this many seconds; the counter has them all.
 REFUSAL_LOG_S = 1.0
-# Requests at the same time, each with a body of at most 16 MiB; whoever asks how the worker is, is answered all the same.
+# Requests at the same time, each with a body of at most 16 MiB. Probes are answered all the same.
 MAX_REQUESTS = 64
 PROBED = ("/health", "/live")
 # Of a refused request's path in it.
@@ -65,7 +65,8 @@ class Door:
             self._logged_at_s = now_s
             who = "?" if request.client is None else request.client.host
             text = "refused %s %r from %s: %s; %d refused so far"
-            _log.warning(text, request.method, request.url.path[:MAX_SHOWN_CHARS], who, problem.message, self.num_refused)
+            path = request.url.path[:MAX_SHOWN_CHARS]
+            _log.warning(text, request.method, path, who, problem.message, self.num_refused)
         raise problem
 
     def _problem(self, request: Request) -> CallError | None:

@@ -52,6 +52,13 @@ def test_configuration_without_end_is_not_read(tmp_path: Path) -> None:
         adapter_sum(write(tmp_path, config=" " * (MAX_CONFIG_BYTES + 1)))
 
 
+def _look(folder: Path, found: list[Exception]) -> None:
+    try:
+        adapter_sum(folder)
+    except AdapterError as exc:
+        found.append(exc)
+
+
 def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
     """A pipe that nobody writes into, or a device without end, would take the thread for ever."""
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
@@ -59,15 +66,8 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
         weights.unlink()
         make(weights)
         found: list[Exception] = []
-
-        def look(found: list[Exception] = found) -> None:
-            try:
-                adapter_sum(tmp_path)
-            except AdapterError as exc:
-                found.append(exc)
-
         # Of its own, so that a test that fails ends, too.
-        thread = threading.Thread(target=look, daemon=True)
+        thread = threading.Thread(target=_look, args=(tmp_path, found), daemon=True)
         thread.start()
         thread.join(10.0)
         assert [str(exc) for exc in found] == [f"{weights}: is no regular file"]
