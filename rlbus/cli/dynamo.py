@@ -48,6 +48,10 @@ def worker_dynamo(
     transfer: Transfer = None,
     api_key_env: ApiKeyEnv = None,
     header: Header = None,
+    trust_host: Annotated[
+        list[str] | None,
+        typer.Option("--trust-host", metavar="HOST", help="Gets the credentials, too, if it is announced."),
+    ] = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -65,7 +69,7 @@ def worker_dynamo(
     def where() -> "Where":
         from rlbus.workers.dynamo.run import Where
 
-        found = Where(discovery or (), url or (), component, key_of(api_key_env), headers_of(header))
+        found = Where(discovery or (), url or (), component, key_of(api_key_env), headers_of(header), trust_host or ())
         found.sources()  # what is wrong is said now, and not by another process
         return found
 
@@ -98,7 +102,7 @@ def worker_dynamo(
         from rlbus.workers.dynamo.supervisor import supervise as supervise_dynamo
 
         where()
-        given = (("--discovery", discovery), ("--url", url), ("--header", header))
+        given = (("--discovery", discovery), ("--url", url), ("--header", header), ("--trust-host", trust_host))
         arguments = [part for name, values in given for value in values or () for part in (name, value)]
         single = (("--component", component), ("--model-dir", folder), ("--api-key-env", api_key_env))
         arguments += [part for name, value in single if value is not None for part in (name, str(value))]
