@@ -6,6 +6,8 @@ an object store and every worker compute the same.
 
 import hashlib
 import json
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -75,17 +77,22 @@ def adapter_sum(folder: Path) -> AdapterSum:
 
 
 def copy_file(path: Path, to: BinaryIO | None, limit_bytes: int | None) -> tuple[int, str]:
-    """Read a file in chunks, write them to `to` if there is one; its size and sha256. Blocks.
+    """Read a file in chunks, write them to `to` if there is one; its size and sha256. Blocks, but never for ever.
 
     Raises:
-        AdapterError: it is missing, can't be read, or has more than `limit_bytes`.
+        AdapterError: it is missing, can't be read, is no regular file (a pipe, a device), has more than `limit_bytes`,
+            or more than when it was opened.
     """
     digest, num_bytes = hashlib.sha256(), 0
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_opened) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise AdapterError(str(path), "is no regular file")
+            limit_bytes = found.st_size if limit_bytes is None else limit_bytes
             while chunk := file.read(CHUNK_BYTES):
                 num_bytes += len(chunk)
-                if limit_bytes is not None and num_bytes > limit_bytes:
+                if num_bytes > limit_bytes:
                     raise AdapterError(str(path), f"has more than {limit_bytes} bytes")
                 digest.update(chunk)
                 if to is not None:
@@ -93,3 +100,8 @@ def copy_file(path: Path, to: BinaryIO | None, limit_bytes: int | None) -> tuple
     except OSError as exc:
         raise AdapterError(str(path), exc.strerror or type(exc).__name__) from exc
     return num_bytes, digest.hexdigest()
+
+
+def _opened(path: str, flags: int) -> int:
+    """Without waiting for somebody who writes into a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)

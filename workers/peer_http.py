@@ -150,7 +150,8 @@ class PeerClient:
         self._http = httpx.AsyncClient(
             # The system's authorities, or those of SSL_CERT_FILE. Plain HTTP verifies nothing; loading them takes time.
             verify=ssl.create_default_context() if peer.url.startswith("https:") else False,
-            headers=dict(peer.headers),
+            # Nothing compressed: how much a small answer becomes couldn't be bounded.
+            headers={"Accept-Encoding": "identity", **peer.headers},
             limits=limits,
             transport=transport,
             trust_env=False,
@@ -208,6 +209,9 @@ class PeerClient:
     async def _send(self, method: str, path: str, params: Mapping[str, str] | None, body: Any) -> str:
         url = f"{self.peer.url}{path}"
         async with self._http.stream(method, url, params=params, json=body) as response:
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise self._error(method, path, f"answered in {encoding!r}, which wasn't asked for")
             chunks = bytearray()
             async for chunk in response.aiter_bytes():
                 chunks += chunk

@@ -4,6 +4,7 @@
 and they say nothing but that the process and a leader are there.
 """
 
+import asyncio
 import hmac
 import logging
 from http import HTTPStatus
@@ -21,6 +22,10 @@ _log = logging.getLogger("rlbus.controller.http")
 OPEN_PATHS = frozenset({"/live", "/health"})
 # Requests at the same time. Each costs a connection and a body of at most 1 MiB, so that this bounds both.
 MAX_REQUESTS = 256
+# At most one log line about refused requests in this many seconds; each says how many there were.
+REFUSAL_LOG_S = 1.0
+# Of a refused request's path in it.
+MAX_SHOWN_CHARS = 200
 
 
 class Guard:
@@ -30,6 +35,8 @@ class Guard:
         self._app = app
         self._token = None if token is None else token.encode("ascii")
         self._num_running = 0
+        self._num_refused = 0
+        self._logged_at_s = float("-inf")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, or answer it. Cancel: as of the app behind it."""
@@ -48,7 +55,14 @@ class Guard:
             return
         client = scope.get("client")
         peer = "an unknown peer" if client is None else client[0]
-        _log.warning("refused with %d: %s %s from %s", refusal.status_code, scope["method"], scope["path"], peer)
+        self._num_refused += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_at_s >= REFUSAL_LOG_S:
+            self._logged_at_s = now_s
+            # Whoever sent it chose the path: no line and no escape of his comes into the log.
+            text = "refused with %d: %s %r from %s; %d refused so far"
+            path = scope["path"][:MAX_SHOWN_CHARS]
+            _log.warning(text, refusal.status_code, scope["method"], path, peer, self._num_refused)
         await refusal(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> JSONResponse | None:

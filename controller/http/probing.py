@@ -1,6 +1,7 @@
 """Whether the workers' own HTTP addresses answer: asked in parallel within bounds, however many ask for the list."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ class Prober:
         limits = httpx.Limits(max_connections=MAX_CONCURRENT, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(transport=transport, limits=limits, trust_env=False, follow_redirects=False)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
-        self._known: dict[str, _Probe] = {}
+        # In the order in which they began.
+        self._known: OrderedDict[str, _Probe] = OrderedDict()
 
     async def probe(self, urls: Collection[str]) -> dict[str, str | None]:
         """For each address what is wrong with it, None if it answers; within PASS_S. Cancel: probes go on."""
@@ -60,8 +62,9 @@ class Prober:
         if known is not None and (not known.task.done() or loop.time() - known.began_s < FRESH_S):
             return known
         self._known.pop(url, None)
-        for old in [u for u, p in self._known.items() if p.task.done()][: max(0, len(self._known) - MAX_KNOWN + 1)]:
-            del self._known[old]
+        # Those that still run stay, so that they end with this object: they are the newest.
+        while len(self._known) >= MAX_KNOWN and self._known[next(iter(self._known))].task.done():
+            self._known.popitem(last=False)
         begun = self._known[url] = _Probe(loop.create_task(self._ask(url)), loop.time())
         return begun
 

@@ -62,6 +62,10 @@ def worker_dynamo(
     ] = None,
     api_key_env: ApiKeyEnv = None,
     header: Header = None,
+    trust_host: Annotated[
+        list[str] | None,
+        typer.Option("--trust-host", metavar="HOST", help="Gets the credentials, too, if it is announced."),
+    ] = None,
     no_restart: NoRestart = False,
     json: Json = False,
 ) -> None:
@@ -79,7 +83,7 @@ def worker_dynamo(
     def where() -> "Where":
         from rlbus.workers.dynamo.run import Where
 
-        found = Where(discovery or (), url or (), component, key_of(api_key_env), headers_of(header))
+        found = Where(discovery or (), url or (), component, key_of(api_key_env), headers_of(header), trust_host or ())
         found.sources()  # what is wrong is said now, and not by another process
         return found
 
@@ -120,7 +124,7 @@ def worker_dynamo(
 
         where()
         system()
-        given = (("--discovery", discovery), ("--url", url), ("--header", header))
+        given = (("--discovery", discovery), ("--url", url), ("--header", header), ("--trust-host", trust_host))
         arguments = [part for name, values in given for value in values or () for part in (name, value)]
         single: list[tuple[str, object]] = [("--component", component), ("--model-dir", folder)]
         single += [("--api-key-env", api_key_env), ("--system-host", system_host), ("--system-port", system_port)]

@@ -1,6 +1,7 @@
 """The sidecar as a process: join the bus, adopt what the sources list, until told to stop."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,14 @@ from rlbus.workers.supervisor.beats import Beats
 from rlbus.workers.supervisor.supervise import stop_signal
 from rlbus.workers.system.settings import SystemConfig
 
+_log = logging.getLogger("rlbus.workers")
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
     """Where Dynamo's workers are found: `discovery` are frontends with their RL port, `system_urls` workers.
+
+    The credentials go to the hosts of these, and to `trusted_hosts`; any other that a frontend announces gets none.
 
     `component` is the part of the frontends' fleet that is meant, and that of a worker which doesn't say its own.
     """
@@ -29,10 +34,16 @@ class Where:
     component: str | None = None
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    trusted_hosts: Sequence[str] = ()
 
     def peer(self, url: str) -> Peer:
-        """A URL with the credentials. Raises ConfigError."""
-        return Peer.of(url, api_key=self.api_key, headers=self.headers)
+        """A URL, with the credentials if its host is one that the user has named. Raises ConfigError."""
+        peer = Peer.of(url, api_key=self.api_key, headers=self.headers)
+        named = {Peer.of(given).host for given in (*self.discovery, *self.system_urls)}
+        if not peer.headers or peer.host in named | {host.strip("[]").lower() for host in self.trusted_hosts}:
+            return peer
+        _log.warning("%s was announced, and gets no credentials; --trust-host %s if it should", peer.url, peer.host)
+        return Peer.of(url)
 
     def sources(self) -> list[Source]:
         """One for each URL.

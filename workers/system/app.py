@@ -10,8 +10,10 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from rlbus.errors import ClosedError, DeadlineError
 from rlbus.schemas import Fault, FaultCode, Result
+from rlbus.workers.addresses import is_loopback
 from rlbus.workers.system.calls import OP_ID, STATUS_OF, CallError, Endpoint, OpError, Provider, Shape, read_call
 
 _log = logging.getLogger("rlbus.workers")
@@ -28,6 +31,11 @@ T = TypeVar("T")
 GONE = 499
 # At most one log line about refused requests in this many seconds; the counter has them all.
 REFUSAL_LOG_S = 1.0
+# Requests at the same time, each with a body of at most 16 MiB. Probes are answered all the same.
+MAX_REQUESTS = 64
+PROBED = ("/health", "/live")
+# Of a refused request's path in it.
+MAX_SHOWN_CHARS = 200
 
 
 class Door:
@@ -40,9 +48,10 @@ class Door:
 
     def __init__(self, provider: Provider, tokens: Sequence[str] = ()) -> None:
         self.provider = provider
-        self._tokens = tuple(token.encode() for token in tokens)
+        self._tokens = tuple(tokens)
         self.num_requests: Counter[tuple[str, int]] = Counter()
         self.num_refused = 0
+        self.num_running = 0
         self._logged_at_s = float("-inf")
 
     def check(self, request: Request) -> None:
@@ -55,8 +64,9 @@ class Door:
         if now_s - self._logged_at_s >= REFUSAL_LOG_S:
             self._logged_at_s = now_s
             who = "?" if request.client is None else request.client.host
-            text = "refused %s %s from %s: %s; %d refused so far"
-            _log.warning(text, request.method, request.url.path, who, problem.message, self.num_refused)
+            text = "refused %s %r from %s: %s; %d refused so far"
+            path = request.url.path[:MAX_SHOWN_CHARS]
+            _log.warning(text, request.method, path, who, problem.message, self.num_refused)
         raise problem
 
     def _problem(self, request: Request) -> CallError | None:
@@ -64,14 +74,32 @@ class Door:
             # A page that a user of this machine has open may send, too; it can't leave this header out.
             if request.headers.get("origin") is not None:
                 return CallError(403, "Forbidden", "requests from web pages need a token; set RLBUS_SYSTEM_TOKEN")
+            # Nor by a name that was made to point here. A Unix socket has no address, and no such names.
+            host = request.headers.get("host", "")
+            if request.client is not None and not _is_own_name(host):
+                text = f"the request is for host {host[:MAX_SHOWN_CHARS]!r}; use 127.0.0.1 or localhost, or a token"
+                return CallError(403, "Forbidden", f"{text} (RLBUS_SYSTEM_TOKEN)")
             return None
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        sent = given.strip().encode("latin-1", "replace")
-        # All of them are compared, so that the time says nothing.
-        matches = [hmac.compare_digest(sent, token) for token in self._tokens]
-        if scheme.lower() == "bearer" and any(matches):
+        if has_key(request.headers, self._tokens):
             return None
         return CallError(401, "Unauthorized", "send the worker's token: Authorization: Bearer <RLBUS_SYSTEM_TOKEN>")
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a Host header means this machine by itself."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
+
+
+def has_key(headers: Headers, keys: Sequence[str]) -> bool:
+    """Whether a request brings one of `keys` as bearer token."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    sent = given.strip().encode("latin-1", "replace")
+    # All of them are compared, so that the time says nothing.
+    matches = [hmac.compare_digest(sent, key.encode()) for key in keys]
+    return scheme.lower() == "bearer" and any(matches)
 
 
 class _Path:
@@ -94,13 +122,25 @@ class _Path:
                 allowed = ", ".join(sorted(self._endpoints))
                 text = f"{request.method} is not allowed on {request.url.path}; use {allowed}"
                 raise CallError(405, "Method not allowed", text)
-            response = await self._answer(request, endpoint)
+            response = await self._bounded(request, endpoint)
         except CallError as exc:
             response = _spelled(exc, shape)
             if exc.status == 405:
                 response.headers["allow"] = ", ".join(sorted(self._endpoints))
         self._door.num_requests[self._path, response.status_code] += 1
         await response(scope, receive, send)
+
+    async def _bounded(self, request: Request, endpoint: Endpoint) -> Response:
+        door = self._door
+        if self._path.endswith(PROBED):
+            return await self._answer(request, endpoint)
+        if door.num_running >= MAX_REQUESTS:
+            raise CallError(503, "Busy", f"{MAX_REQUESTS} requests are being answered already; try again")
+        door.num_running += 1
+        try:
+            return await self._answer(request, endpoint)
+        finally:
+            door.num_running -= 1
 
     async def _answer(self, request: Request, endpoint: Endpoint) -> Response:
         agent = self._door.provider()
@@ -121,10 +161,10 @@ class _Path:
         except CallError:
             raise
         except Exception as exc:
-            _log.exception("%s %s failed", request.method, request.url.path)
+            _log.exception("%s %r failed", request.method, request.url.path)
             raise CallError(500, "Internal error", "the worker failed; its log says why") from exc
         if response is None:
-            _log.info("%s went away before %s was done", call.caller, request.url.path)
+            _log.info("%s went away before %r was done", call.caller, request.url.path)
             return Response(status_code=GONE)
         if call.has_op:
             response.headers[OP_ID] = call.name

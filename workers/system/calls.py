@@ -4,6 +4,7 @@ Invariants: a body is bounded, JSON, and of known fields before anything is done
 or a fault, which the surface puts into its own shape; every mutation is logged with its caller.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 # Largest body that is read; the command that it becomes has an envelope, too.
 MAX_BODY_BYTES = MAX_REQUEST_BYTES - 4096
+# How long a body may take to arrive, in seconds.
+BODY_S = 30.0
 # How long an op of an HTTP caller may take unless it says otherwise, in seconds: what orchestrators give a reload.
 DEFAULT_LIMIT_S = 300.0
 # How long its pause holds unless it says otherwise, in seconds. Longer than an update of a large model takes; one that
@@ -254,11 +257,15 @@ async def _read(request: Request) -> bytes:
         raise too_large
     parts: list[bytes] = []
     size_bytes = 0
-    async for part in request.stream():
-        size_bytes += len(part)
-        if size_bytes > MAX_BODY_BYTES:
-            raise too_large
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size_bytes += len(part)
+                if size_bytes > MAX_BODY_BYTES:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError as exc:
+        raise CallError(408, "Body too slow", f"the body didn't arrive within {BODY_S:g} s") from exc
     body = b"".join(parts)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and kind != "application/json":

@@ -6,11 +6,13 @@ requests that name `policy` get the newest.
 """
 
 import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from rlbus.adapter import AdapterError, adapter_sum
+from rlbus.adapter import ADAPTER_FILES, AdapterError, adapter_sum
 from rlbus.schemas import (
     FolderSource,
     GetLoras,
@@ -29,6 +31,8 @@ from rlbus.workers.system.calls import Call, OpError
 from rlbus.workers.system.dynamo_bodies import fields_of, said
 
 Reply = dict[str, Any]
+# One folder is summed up at a time, whoever asks and however slow its disk is; the agent's own threads stay free.
+_SUMMING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlbus-adapter-sum")
 
 
 class Named(NamedTuple):
@@ -151,14 +155,16 @@ async def _checksum(call: Call, path: str) -> str:
     roots = call.agent.config.lora_roots
 
     def look() -> str:
-        problem = path_problem(path, roots, "adapter root", "RLBUS_LORA_ROOTS")
-        if problem is not None:
-            raise said(problem.message)
+        # Links inside the folder may not lead out of the roots either, and nothing beyond them is read.
+        for file in (path, *(os.path.join(path, name) for name in ADAPTER_FILES)):
+            problem = path_problem(file, roots, "adapter root", "RLBUS_LORA_ROOTS")
+            if problem is not None:
+                raise said(problem.message)
         return adapter_sum(Path(path)).checksum
 
     try:
         async with asyncio.timeout(call.limit_s):
-            return await asyncio.to_thread(look)
+            return await asyncio.get_running_loop().run_in_executor(_SUMMING, look)
     except AdapterError as exc:
         raise said(str(exc)) from exc
     except TimeoutError as exc:

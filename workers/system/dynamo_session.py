@@ -21,6 +21,7 @@ from rlbus.schemas import (
     InitTransfer,
     PauseGeneration,
     PauseMode,
+    PauseView,
     ResumeGeneration,
     ShutdownTransfer,
     StartUpdate,
@@ -76,8 +77,8 @@ class ForeignSession:
     def __init__(self, labels: Labels, lasting: Lasting) -> None:
         self._labels = labels
         self._lasting = lasting
-        # Who made the pause that an unpaused update began with, as long as that is open.
-        self._paused_by: str | None = None
+        # The pause that an unpaused update began with, as long as that is open.
+        self._made: PauseView | None = None
         self.ways: Mapping[str, Callable[[Call, bool, bool], Awaitable[Reply]]] = {
             "start_weight_update": self._start,
             "update_weights": self._update,
@@ -108,16 +109,23 @@ class ForeignSession:
     async def _start(self, call: Call, allows_unpaused: bool, resets: bool) -> Reply:
         if not parsed(call, Start, without=STEERING).is_checkpoint_format:
             raise said("'is_checkpoint_format' has to be true: tensors come by their checkpoint names")
-        if allows_unpaused and call.agent.state.pause is None:
-            # It holds until the finish, or until its lease ends: then the agent gives the update up.
-            await call.do(PauseGeneration(mode=PauseMode.KEEP, clear_cache=False), "pause")
-            self._paused_by = call.caller
-        try:
-            await call.do(StartUpdate())
-        except BaseException:
-            await self._let_go(call)
-            raise
-        return _done(msgspec.UNSET)
+
+        async def start() -> Reply:
+            made: PauseView | None = None
+            if allows_unpaused and call.agent.state.pause is None:
+                # It holds until the finish, or until its lease ends: then the agent gives the update up.
+                await call.do(PauseGeneration(mode=PauseMode.KEEP, clear_cache=False), "pause")
+                made = call.agent.state.pause
+            try:
+                await call.do(StartUpdate())
+            except Exception:
+                await _go_on(call, made)
+                raise
+            # A repeat of a start that went well makes none, and leaves it.
+            self._made = made or self._made
+            return _done(msgspec.UNSET)
+
+        return await self._lasting.run(start())
 
     async def _update(self, call: Call, allows_unpaused: bool, resets: bool) -> Reply:
         body = parsed(call, Update, without=STEERING)
@@ -130,7 +138,8 @@ class ForeignSession:
 
         async def finish() -> Reply:
             await self._close(call, label, version, resets)
-            await self._let_go(call)
+            made, self._made = self._made, None
+            await _go_on(call, made)
             return _done(label)
 
         return await self._lasting.run(finish())
@@ -159,13 +168,6 @@ class ForeignSession:
             # Else the resume does it: an engine never generates on caches of other weights.
             await call.do(FlushCache(), "flush")
 
-    async def _let_go(self, call: Call) -> None:
-        """Resume what an unpaused start has paused, if nobody else has taken that over."""
-        owner, self._paused_by = self._paused_by, None
-        pause = call.agent.state.pause
-        if owner is not None and pause is not None and pause.owner == owner:
-            await call.submit(ResumeGeneration(), "resume")
-
 
 @contextlib.asynccontextmanager
 async def standing_still(call: Call, allows_unpaused: bool) -> AsyncIterator[None]:
@@ -173,15 +175,27 @@ async def standing_still(call: Call, allows_unpaused: bool) -> AsyncIterator[Non
 
     Cancel: the pause ends with its lease.
     """
-    pauses = allows_unpaused and call.agent.state.pause is None
-    if pauses:
+    made: PauseView | None = None
+    if allows_unpaused and call.agent.state.pause is None:
         await call.do(PauseGeneration(mode=PauseMode.KEEP, clear_cache=False), "pause")
+        made = call.agent.state.pause
     try:
         yield
     finally:
         # Torn weights stay paused, for whoever heals them.
-        if pauses and call.agent.state.weights.state in WHOLE_STATES:
-            await call.submit(ResumeGeneration(), "resume")
+        if call.agent.state.weights.state in WHOLE_STATES:
+            await _go_on(call, made)
+
+
+async def _go_on(call: Call, made: PauseView | None) -> None:
+    """Resume from the pause `made` here, unless it is somebody else's by now, or a hold; None: there was none."""
+    state = call.agent.state
+    if made is None or state.pause is None or (state.running and isinstance(state.running.body, PauseGeneration)):
+        # A pause that is being made just now is its owner's; if it fails, the lease of the one made here ends.
+        return
+    known, now = ((p.owner, p.since, p.expires_at is None) for p in (made, state.pause))
+    if known == now:
+        await call.submit(ResumeGeneration(), "resume")
 
 
 def named(label: Any, call: Call) -> Version:

@@ -14,7 +14,7 @@ from rlbus.workers.system.app import Door, make_app
 from rlbus.workers.system.surfaces import all_endpoints
 from rlbus.workers.testing import Rig, worker_on_bus
 
-SYSTEM_URL = "http://worker:1"
+SYSTEM_URL = "http://127.0.0.1:1"
 
 
 @dataclass

@@ -1,16 +1,20 @@
 """`GET /rlbus` of a vLLM server with rlbus's plugin: what a sidecar can't learn from vLLM's own routes.
 
-Only a server with VLLM_SERVER_DEV_MODE=1 has it, as it has vLLM's own RL routes.
+Only a server with VLLM_SERVER_DEV_MODE=1 has it, as it has vLLM's own RL routes. Where the server has API keys it wants
+one of them, or rlbus's token: the ids of requests in flight are their clients' business.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from rlbus.errors import EngineError
 from rlbus.schemas import Fault, FaultCode
+from rlbus.workers.system.app import has_key
 
 ABOUT = "/rlbus"
 _DEV_MODE = "VLLM_SERVER_DEV_MODE"
@@ -44,14 +48,22 @@ def requests_of(llm: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(found))
 
 
-def attach(app: Any, tell: Callable[[], About], environ: Mapping[str, str] | None = None) -> None:
-    """Add the route to vLLM's application, if it has vLLM's RL routes, too."""
+def attach(
+    app: Any,
+    tell: Callable[[], About],
+    keys: Callable[[], Sequence[str]] = tuple,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Add the route to vLLM's application, if it has vLLM's RL routes, too. A server with `keys` wants one of them."""
     env = os.environ if environ is None else environ
     if env.get(_DEV_MODE, "0") == "0":
         return
 
-    async def about() -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(tell())
-        return found
+    async def about(request: Request) -> Response:
+        wanted = keys()
+        if wanted and not has_key(request.headers, wanted):
+            # vLLM's own words: entrypoints/serve/middleware/authenticate.py
+            return JSONResponse({"error": "Unauthorized"}, status_code=401, headers={"www-authenticate": "Bearer"})
+        return JSONResponse(msgspec.to_builtins(tell()))
 
     app.add_api_route(ABOUT, about, methods=["GET"], include_in_schema=False)

@@ -17,6 +17,7 @@ from typing import Any
 from rlbus.workers.vllm_server.about import About, attach, requests_of
 from rlbus.workers.vllm_server.attachment import SUPERVISED, Attachment
 from rlbus.workers.vllm_server.guards import Guards
+from rlbus.workers.vllm_server.surface import keys_of, token_of
 
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
 TRANSFER_CLASS = "GlooWeightTransferEngine"
@@ -89,13 +90,14 @@ class EndpointPlugin:
         self._guards = Guards()
         self._boot_id = secrets.token_hex(8)
         self._llm: Any = None
+        self._keys: tuple[str, ...] = ()
 
     def attach_router(self, app: Any) -> None:
         """Called while the application is built. Its life span is what the agent lives in, and routes come with that;
         what comes to the OpenAI routes is guarded; a sidecar asks `about`.
         """
         self._guards.attach(app)
-        attach(app, self._about)
+        attach(app, self._about, lambda: self._keys)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -122,6 +124,8 @@ class EndpointPlugin:
         Cancel: can't come, since nothing is awaited.
         """
         self._llm = engine_client
+        if keys := keys_of(args, os.environ):
+            self._keys = (*keys, *filter(None, (token_of(os.environ),)))
         self._attachment = Attachment.from_env(engine_client, args, guards=self._guards)
 
     def _about(self) -> About:

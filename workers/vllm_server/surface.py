@@ -1,6 +1,7 @@
 """rlbus' HTTP surface inside a vLLM API server: on its port, before vLLM's own routes of the same paths."""
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ _log = logging.getLogger("rlbus.workers")
 
 # Where rlbus' health, metrics and outcomes are: vLLM has the bare paths.
 BASE_PREFIX = "/rlbus"
+# vLLM's own variable; its option --api-key wins.
+API_KEY = "VLLM_API_KEY"
 
 
 def token_of(environ: Mapping[str, str]) -> str | None:
@@ -22,6 +25,12 @@ def token_of(environ: Mapping[str, str]) -> str | None:
     token = environ.get(ENV_NAMES["token"]) or None
     check_token(token)
     return token
+
+
+def keys_of(args: Any, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The server's API keys, from where vLLM takes them: the option, else its variable."""
+    given = args.api_key or environ.get(API_KEY, "")
+    return tuple(key for key in ([given] if isinstance(given, str) else given) if key)
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
@@ -42,8 +51,7 @@ def mount(app: Any, args: Any, token: str | None, num_servers: int, provider: Pr
     if num_servers > 1:
         _log.warning("rlbus: with %d API servers on one port there is no HTTP surface of rlbus", num_servers)
         return False
-    keys = args.api_key or []
-    tokens = [key for key in (token, *([keys] if isinstance(keys, str) else keys)) if key]
+    tokens = [key for key in (token, *keys_of(args, os.environ)) if key]
     is_private = bool(args.uds) or is_loopback(args.host or "")
     if not tokens and not is_private:
         text = "rlbus: others can reach this server, so without a token it has no HTTP surface of rlbus; set %s"

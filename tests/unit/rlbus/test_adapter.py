@@ -1,5 +1,7 @@
 """The checksum of an adapter's files."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,25 @@ def test_configuration_without_end_is_not_read(tmp_path: Path) -> None:
     """It is small, or none."""
     with pytest.raises(AdapterError, match="has more than"):
         adapter_sum(write(tmp_path, config=" " * (MAX_CONFIG_BYTES + 1)))
+
+
+def _look(folder: Path, found: list[Exception]) -> None:
+    try:
+        adapter_sum(folder)
+    except AdapterError as exc:
+        found.append(exc)
+
+
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    """A pipe that nobody writes into, or a device without end, would take the thread for ever."""
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        weights = write(tmp_path) / "adapter_model.safetensors"
+        weights.unlink()
+        make(weights)
+        found: list[Exception] = []
+        # Of its own, so that a test that fails ends, too.
+        thread = threading.Thread(target=_look, args=(tmp_path, found), daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert [str(exc) for exc in found] == [f"{weights}: is no regular file"]
+        weights.unlink()

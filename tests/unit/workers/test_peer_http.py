@@ -1,6 +1,7 @@
 """The sidecars' HTTP client: credentials on every call, every end is an error of rlbus, nothing of a secret in it."""
 
 import asyncio
+import gzip
 import pickle
 from collections.abc import Awaitable, Callable
 
@@ -66,6 +67,18 @@ def test_credentials_and_headers_go_with_every_call() -> None:
     ]
     assert {r.headers["authorization"] for r in seen} == {"Bearer sesame-key"}
     assert {r.headers["x-tenant"] for r in seen} == {"blue-team"}
+
+
+def test_compressed_answers_are_not_asked_for_and_not_unpacked() -> None:
+    """A few bytes may become any number; so the bound of an answer is of what comes in."""
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=gzip.compress(b" " * 1_000_000))
+
+    assert "gzip" in fails(answer).fault.message
+    assert seen[0].headers["accept-encoding"] == "identity"
 
 
 def test_given_authorization_replaces_the_api_key() -> None:

@@ -49,8 +49,27 @@ def test_a_wrong_token_is_401_in_vllms_words(value: bytes, caplog: pytest.LogCap
         answer = ask(TOKEN, headers=[(b"authorization", value)])
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert "refused with 401: POST /pause" in caplog.text
+    assert "refused with 401: POST '/pause'" in caplog.text
     assert "wrong" not in caplog.text
+
+
+def test_refusals_write_one_line_at_a_time_and_nothing_of_the_senders(caplog: pytest.LogCaptureFixture) -> None:
+    """A path may have lines and terminal escapes in it; and without a token nobody fills the log."""
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(Guard(PlainTextResponse("in"), TOKEN))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            for _ in range(100):
+                assert (await client.post("/a%0Aforged%1B[2J")).status_code == 401
+            await asyncio.sleep(guard.REFUSAL_LOG_S)
+            await client.post("/a")
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    lines = caplog.text.splitlines()
+    assert len(lines) == 2
+    assert "\x1b" not in caplog.text
+    assert "101 refused so far" in lines[1]
 
 
 def test_no_token_and_two_are_401() -> None:

@@ -1,6 +1,8 @@
 """Probes of workers' addresses: bounded, shared, and harmless."""
 
 import asyncio
+from collections import OrderedDict
+from typing import Any
 
 import httpx
 import pytest
@@ -97,6 +99,35 @@ def test_a_whole_fleet_that_is_silent_costs_a_bounded_time() -> None:
         problems = [text for text in found.values() if text is not None]
         assert len(problems) == 199
         assert sum("not probed within" in text for text in problems) == 199 - 2 * MAX_CONCURRENT
+        await prober.aclose()
+
+    run(main())
+
+
+def test_a_new_address_costs_no_walk_over_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet's list is asked for in time that grows with the fleet, and not with its square."""
+    monkeypatch.setattr(probing, "MAX_KNOWN", 50)
+    num_looks = 0
+
+    class Known(OrderedDict[str, Any]):
+        """Counts what is looked at."""
+
+        def __getitem__(self, key: str) -> Any:
+            nonlocal num_looks
+            num_looks += 1
+            return super().__getitem__(key)
+
+        def items(self) -> Any:
+            nonlocal num_looks
+            num_looks += len(self)
+            return super().items()
+
+    async def main() -> None:
+        prober = Prober(Answers())
+        prober._known = Known()
+        for batch in range(4):
+            await prober.probe([f"http://well:{1 + batch * 100 + i}" for i in range(100)])
+        assert num_looks <= 2 * 400
         await prober.aclose()
 
     run(main())

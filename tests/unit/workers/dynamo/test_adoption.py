@@ -324,10 +324,10 @@ def test_a_wrong_url_is_refused_at_the_start(where: Where, words: str) -> None:
         where.sources()
 
 
-def test_credentials_go_to_discovery_and_to_every_worker() -> None:
+def test_credentials_go_to_discovery_and_to_the_workers_on_its_host() -> None:
     """SCENARIOS 43: and they don't show."""
     where = Where(discovery=("http://a:1",), api_key="sesame", headers={"X-Tenant": "blue"})
-    peer = where.peer("http://worker:1")
+    peer = where.peer("http://a:2")
     assert dict(peer.headers) == {"Authorization": "Bearer sesame", "X-Tenant": "blue"}
     assert "sesame" not in repr(where)
     (source,) = where.sources()
@@ -338,3 +338,20 @@ def test_credentials_go_to_discovery_and_to_every_worker() -> None:
 def test_the_url_of_discovery_may_be_given_with_its_path() -> None:
     """People paste it."""
     assert Discovery(Peer.of("http://a:1/v1/rl/workers")).name == "http://a:1"
+
+
+def test_credentials_go_to_hosts_that_the_user_has_named_only(caplog: pytest.LogCaptureFixture) -> None:
+    """SCENARIOS 43: who announces an address gets no key by that."""
+    where = Where(
+        ("http://front:8001",),
+        ("http://one:9000",),
+        api_key="sesame",
+        headers={"X-Tenant": "blue"},
+        trusted_hosts=("Two", "[::7]"),
+    )
+    for url in ("http://front:9000", "http://one:1", "http://two:9000", "http://[::7]:1", "http://front:8001"):
+        assert where.peer(url).headers == {"Authorization": "Bearer sesame", "X-Tenant": "blue"}
+    for url in ("http://evil:9000", "http://front.evil:8001", "http://[::8]:1"):
+        assert where.peer(url).headers == {}
+    assert "--trust-host evil" in caplog.text
+    assert "sesame" not in caplog.text

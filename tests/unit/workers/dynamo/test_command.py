@@ -49,13 +49,15 @@ def test_what_was_given_reaches_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(run_module, "serve", serve)
     options = ("--discovery", "http://a:1", "--url", "http://b:2", "--component", "decode", "--no-transfer")
-    more = ("--header", "X-Tenant=blue", "--api-key-env", "SOME_KEY", "--weight-root", "/weights", "--model-dir", "/m")
+    more = ["--header", "X-Tenant=blue", "--api-key-env", "SOME_KEY", "--weight-root", "/weights", "--model-dir", "/m"]
+    more += ["--trust-host", "c"]
     done = invoke(*options, *more, "-n", "prod", "--no-restart", SOME_KEY="sesame")
     assert done.exit_code == ExitCode.OK, done.output
     ((bus_config, where, how),) = seen
     assert (bus_config.url, bus_config.namespace) == (BUS[1], "prod")
     assert (where.discovery, where.system_urls, where.component) == (["http://a:1"], ["http://b:2"], "decode")
     assert (where.api_key, where.headers) == ("sesame", {"X-Tenant": "blue"})
+    assert where.trusted_hosts == ["c"]
     assert how["config"].weight_roots == ("/weights",)
     assert how["config"].state_dir is not None
     assert (str(how["options"].model_dir), how["options"].has_transfer) == ("/m", False)
@@ -80,7 +82,8 @@ def test_the_supervised_process_is_given_the_same(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
     monkeypatch.setattr("rlbus.connecting.connect_bus", connect)
-    options = ["--discovery", "http://a:1", "--url", "http://b:2", "--header", "X-Tenant=blue", "--component", "decode"]
+    options = ["--discovery", "http://a:1", "--url", "http://b:2", "--header", "X-Tenant=blue"]
+    options += ["--trust-host", "c", "--component", "decode"]
     options += ["--model-dir", "/m", "--api-key-env", "SOME_KEY", "--system-host", "::1", "--system-port", "-1"]
     options += ["--transfer"]
     done = invoke(*options, "--weight-root", "/weights", SOME_KEY="sesame")

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from rlbus.schemas import FlushCache, PauseGeneration, ResultStatus, Version
 from rlbus.workers.engines.fake_script import Step
+from rlbus.workers.system import app as app_module
 from rlbus.workers.system import calls
 from rlbus.workers.system.app import OWN_SHAPE, Door, make_app
 from rlbus.workers.system.calls import Call, Endpoint
@@ -58,6 +59,17 @@ def test_a_401_says_which_scheme() -> None:
     on_surface(scenario, tokens=("right",))
 
 
+def test_refusals_in_the_log_have_no_escapes_of_the_senders(caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads it on a terminal would run them."""
+
+    async def scenario(front: Front) -> None:
+        assert (await front.get("/a%1B[2J%0Aforged")).status_code == 401
+
+    on_surface(scenario, tokens=("right",))
+    assert "refused GET '/a" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 def test_a_page_in_a_browser_can_not_steer_a_worker_without_token() -> None:
     """Loopback keeps others out, but not the pages that this user has open."""
 
@@ -66,6 +78,30 @@ def test_a_page_in_a_browser_can_not_steer_a_worker_without_token() -> None:
         assert (await front.get("/status")).status_code == 200
 
     on_surface(scenario)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:1", "10.0.0.1", "127.0.0.1.evil.example", "[::1", ""])
+def test_without_a_token_another_hosts_name_is_refused(host: str) -> None:
+    """A name that was made to point at this machine, from a browser on it: to that it is no other origin."""
+
+    async def scenario(front: Front) -> None:
+        answer = await front.get("/status", host=host)
+        assert answer.status_code == 403
+        assert "RLBUS_SYSTEM_TOKEN" in answer.text
+        for own in ("127.0.0.1:1", "localhost", "[::1]:8", "127.0.0.2"):
+            assert (await front.get("/status", host=own)).status_code == 200
+
+    on_surface(scenario)
+
+
+def test_with_a_token_the_hosts_name_does_not_matter() -> None:
+    """Others reach it by whatever name it has."""
+
+    async def scenario(front: Front) -> None:
+        answer = await front.get("/health", host="worker.example:1", authorization="Bearer right")
+        assert answer.status_code == 200
+
+    on_surface(scenario, tokens=("right",))
 
 
 def test_what_is_not_there_is_named() -> None:
@@ -176,7 +212,7 @@ def over(scenario: Any, handler: Any, steps: Any = None) -> None:
         door = Door(lambda: front.rig.agent)
         app = make_app([Endpoint("/x", "POST", handler, OWN_SHAPE)], door)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=3600.0) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=3600.0) as client:
             await scenario(Front(front.rig, client, door), app)
 
     on_surface(with_endpoint, steps)
@@ -227,6 +263,38 @@ def test_a_huge_body_is_refused_by_its_length_and_by_its_bytes(monkeypatch: pyte
     over(scenario, echo)
 
 
+def test_a_body_that_does_not_come_to_its_end_is_given_up() -> None:
+    """Whoever sends a byte now and then holds no memory for ever."""
+
+    async def drops() -> Any:
+        while True:
+            yield b" "
+            await asyncio.sleep(1.0)
+
+    async def scenario(front: Front, _: Any) -> None:
+        began_s = asyncio.get_running_loop().time()
+        answer = await front.client.post("/x", content=drops(), headers={"content-type": "application/json"})
+        assert answer.status_code == 408
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(calls.BODY_S, abs=1.0)
+
+    over(scenario, echo)
+
+
+def test_requests_at_the_same_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is told to come later; places become free again, also of those that failed."""
+    monkeypatch.setattr(app_module, "MAX_REQUESTS", 2)
+
+    async def scenario(front: Front, _: Any) -> None:
+        slow = [asyncio.create_task(front.post("/x", x_rlbus_op_id=name)) for name in ("a", "b")]
+        await asyncio.sleep(1.0)
+        late = await front.post("/x")
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "busy")
+        assert sorted([(await answer).status_code for answer in slow]) == [200, 409]
+        assert (await front.post("/x")).status_code == 200
+
+    over(scenario, slowly, {"flush_cache": {0: Step(latency_s=5.0)}})
+
+
 def test_callers_may_say_who_they_are_and_for_how_long() -> None:
     """By headers, which every surface takes."""
 
@@ -269,6 +337,12 @@ async def flush(call: Call) -> Response:
     return JSONResponse({"op_id": result.op_id})
 
 
+async def slowly(call: Call) -> Response:
+    """One op, in some time, however it ends."""
+    await asyncio.sleep(2.0)
+    return await flush(call)
+
+
 def test_a_client_that_hangs_up_leaves_its_op_running() -> None:
     """Its outcome stays, under the op_id that it gave."""
 
@@ -293,7 +367,7 @@ def test_a_client_that_hangs_up_leaves_its_op_running() -> None:
             "raw_path": b"/x",
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"x-rlbus-op-id", b"it")],
+            "headers": [(b"host", b"localhost"), (b"x-rlbus-op-id", b"it")],
             "client": ("9.9.9.9", 1),
             "server": ("x", 1),
             "scheme": "http",
@@ -338,7 +412,7 @@ def test_a_worker_that_stops_or_is_not_there_yet_says_so() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
         door = Door(lambda: None)
         transport = httpx.ASGITransport(make_app([Endpoint("/x", "POST", echo, OWN_SHAPE)], door))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             assert (await client.post("/x")).status_code == 503
 
     over(scenario, flush)

@@ -1,14 +1,18 @@
 """Dynamo's routes for adapters and for sleep: statuses, strict bodies, edge cases."""
 
+import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlbus.adapter import WEIGHTS_FILE, adapter_sum
 from rlbus.schemas import SleepTag
 from rlbus.workers.engines.fake import ROUTES, FakeEngine
 from rlbus.workers.engines.lora import LoraInfo
 from rlbus.workers.lora_testing import config_for, fake_adapter
+from rlbus.workers.system import dynamo_loras
 from rlbus.workers.system.testing import Front, on_surface
 
 pytestmark = pytest.mark.unit
@@ -228,3 +232,44 @@ def test_an_engine_that_can_not_sleep_has_no_such_route() -> None:
             assert (await front.post(f"/engine/{route}", {})).status_code == 404
 
     on_surface(scenario, engine=FakeEngine(routes=ROUTES - {"sleep", "wake_up"}))
+
+
+def test_a_link_that_leads_out_of_the_roots_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a byte behind it is read, whatever it is."""
+    root = tmp_path / "root"
+    folder = fake_adapter(root / "a", "first")
+    (tmp_path / "secret").write_text("s")
+    (folder / WEIGHTS_FILE).unlink()
+    (folder / WEIGHTS_FILE).symlink_to(tmp_path / "secret")
+    read: list[Path] = []
+    monkeypatch.setattr(dynamo_loras, "adapter_sum", read.append)
+
+    async def scenario(front: Front) -> None:
+        answer = await said(front, "load_lora", loads("policy", folder))
+        assert answer["status"] == "error"
+        assert "not below a adapter root" in answer["message"]
+
+    on_surface(scenario, engine=FakeEngine(loras=LoraInfo(4)), config=config_for(root))
+    assert read == []
+
+
+def test_folders_are_summed_up_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask: the agent's threads stay free for its own work."""
+    folder = fake_adapter(tmp_path / "a", "first")
+    at_once: list[int] = []
+    running: list[int] = []
+
+    def counted(path: Path) -> Any:
+        running.append(1)
+        at_once.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+        return adapter_sum(path)
+
+    monkeypatch.setattr(dynamo_loras, "adapter_sum", counted)
+
+    async def scenario(front: Front) -> None:
+        await asyncio.gather(*(said(front, "load_lora", loads("policy", folder)) for _ in range(8)))
+        assert (len(at_once), max(at_once)) == (8, 1)
+
+    on_surface(scenario, engine=FakeEngine(loras=LoraInfo(4)), config=config_for(tmp_path))

@@ -4,11 +4,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
-from rlbus.schemas import Version, WeightsState
+from rlbus.schemas import PauseGeneration, ResumeGeneration, Version, WeightsState
 from rlbus.workers.engines.fake import ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.system.calls import Call
+from rlbus.workers.system.dynamo_session import standing_still
 from rlbus.workers.system.testing import Front, on_surface
 
 pytestmark = pytest.mark.unit
@@ -188,6 +191,81 @@ def test_a_client_that_hangs_up_in_a_whole_update_tears_nothing() -> None:
         assert not front.rig.agent.state.owes_flush
 
     on_surface(scenario, engine=Naming({"update_native": {0: Step(latency_s=5.0)}}))
+
+
+@pytest.mark.parametrize("lease_s", [None, 60.0])
+def test_an_unpaused_update_leaves_a_pause_that_somebody_has_taken_over(lease_s: float | None) -> None:
+    """An operator's hold between two of its ops is his; only its own pause is ended."""
+
+    async def scenario(front: Front) -> None:
+        agent = front.rig.agent
+        call = Call(request=Request({"type": "http"}), agent=agent, body=b"", caller="http:trainer")
+        async with standing_still(call, allows_unpaused=True):
+            await front.rig.send(PauseGeneration(owner="ops@host", lease_s=lease_s))
+        assert agent.state.pause is not None
+        assert agent.state.pause.owner == "ops@host"
+        assert "resume" not in front.rig.engine.calls
+        await front.rig.send(ResumeGeneration())
+        call = Call(request=Request({"type": "http"}), agent=agent, body=b"", caller="http:trainer")
+        async with standing_still(call, allows_unpaused=True):
+            assert agent.state.pause is not None
+        assert agent.state.pause is None
+
+    on_surface(scenario)
+
+
+def test_an_unpaused_update_leaves_a_pause_that_is_being_made() -> None:
+    """A resume would take it back."""
+
+    async def scenario(front: Front) -> None:
+        agent = front.rig.agent
+        call = Call(request=Request({"type": "http"}), agent=agent, body=b"", caller="http:trainer")
+        async with standing_still(call, allows_unpaused=True):
+            front.rig.post(PauseGeneration(owner="ops@host", lease_s=None))
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(10.0)
+        assert agent.state.pause is not None
+        assert agent.state.pause.owner == "ops@host"
+
+    on_surface(scenario, {"pause": {1: Step(latency_s=5.0)}})
+
+
+def test_a_second_start_that_is_refused_leaves_the_firsts_pause_to_its_finish() -> None:
+    """Else nobody would end it before its lease does."""
+    flags = {"allow_unpaused": True, "reset_prefix_cache": False}
+
+    async def scenario(front: Front) -> None:
+        await ok(front, "init_weights_update_group", GROUP)
+        await ok(front, UPDATE, {**flags, "engine_rpc": "start_weight_update"})
+        update = {**flags, "engine_rpc": "update_weights", "update_info": {}}
+        updating = asyncio.create_task(ok(front, UPDATE, update))
+        await asyncio.sleep(1.0)
+        assert (await said(front, UPDATE, {**flags, "engine_rpc": "start_weight_update"}))["code"] == "busy"
+        await updating
+        await ok(front, UPDATE, {**flags, "engine_rpc": "finish_weight_update"})
+        assert front.rig.agent.state.pause is None
+
+    on_surface(scenario, engine=Naming({"update_native": {0: Step(latency_s=5.0)}}))
+
+
+def test_a_client_that_hangs_up_in_its_start_leaves_no_pause_without_an_update() -> None:
+    """Once begun, it is carried to its end; and the finish of whoever comes back ends the pause."""
+    flags = {"allow_unpaused": True, "reset_prefix_cache": False}
+    start = {**flags, "engine_rpc": "start_weight_update"}
+
+    async def scenario(front: Front) -> None:
+        await ok(front, "init_weights_update_group", GROUP)
+        gone = asyncio.create_task(front.post(f"/engine/{UPDATE}", start, x_rlbus_op_id="it"))
+        await asyncio.sleep(1.0)
+        gone.cancel()
+        await asyncio.sleep(10.0)
+        assert front.rig.agent.state.session is not None
+        await ok(front, UPDATE, start, x_rlbus_op_id="it")
+        await ok(front, UPDATE, {**flags, "engine_rpc": "update_weights", "update_info": {}})
+        await ok(front, UPDATE, {**flags, "engine_rpc": "finish_weight_update"})
+        assert front.rig.agent.state.pause is None
+
+    on_surface(scenario, engine=Naming({"pause": {0: Step(latency_s=5.0)}}))
 
 
 @pytest.mark.parametrize(

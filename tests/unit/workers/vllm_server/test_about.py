@@ -1,8 +1,10 @@
 """What a vLLM server with the plugin tells a sidecar."""
 
+import json
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from rlbus.errors import EngineError
 from rlbus.testing import run
@@ -38,10 +40,23 @@ def test_requests_are_told_by_the_ids_that_clients_gave() -> None:
 def test_route_is_there_in_dev_mode_only(mode: str | None, is_there: bool) -> None:
     """As vLLM's own RL routes; what it answers, a sidecar reads."""
     app, about = Application(), About(boot_id="b", worker="backend/7", requests=("a",))
-    attach(app, lambda: about, {} if mode is None else {"VLLM_SERVER_DEV_MODE": mode})
+    attach(app, lambda: about, environ={} if mode is None else {"VLLM_SERVER_DEV_MODE": mode})
     assert (ABOUT in app.routes) == is_there
     if is_there:
-        assert About.parse(run(app.routes[ABOUT]())) == about
+        answer = run(app.routes[ABOUT](Request({"type": "http", "headers": []})))
+        assert About.parse(json.loads(answer.body)) == about
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(None, 401), ("Bearer wrong", 401), ("Basic key", 401), ("Bearer key", 200), ("bearer b", 200)]
+)
+def test_a_server_with_keys_tells_nobody_without_one(sent: str | None, status: int) -> None:
+    """SCENARIOS 43: vLLM's own keys are for its /v1 only; who asks what is its clients' business."""
+    app = Application()
+    attach(app, lambda: About(boot_id="b", requests=("secret",)), lambda: ("key", "b"), {"VLLM_SERVER_DEV_MODE": "1"})
+    headers = [] if sent is None else [(b"authorization", sent.encode())]
+    answer = run(app.routes[ABOUT](Request({"type": "http", "headers": headers})))
+    assert (answer.status_code, b"secret" in answer.body) == (status, status == 200)
 
 
 def test_answer_of_another_version_is_an_error() -> None:

@@ -54,7 +54,7 @@ def live(recorder: Recorder, *, is_attached: bool, monkeypatch: pytest.MonkeyPat
         app = application(recorder.events)
         plugin = EndpointPlugin()
         plugin.attach_router(app)
-        await plugin.init_state(object(), object(), object())
+        await plugin.init_state(object(), object(), SimpleNamespace(api_key=None))
         async with app.router.lifespan_context(app) as state:
             assert state == {"state": 1}
             await asyncio.sleep(0)

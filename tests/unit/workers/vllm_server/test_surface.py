@@ -38,7 +38,7 @@ def ask(app: Starlette, path: str, provider: Any = None, **headers: str) -> http
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             method = "POST" if path.startswith("/engine") else "GET"
             return await client.request(method, path, headers=headers)
 
@@ -52,7 +52,7 @@ def test_our_routes_come_before_vllms_and_leave_its_others_alone() -> None:
         app = application()
         async with worker_on_bus(FakeEngine()) as rig:
             assert mount(app, args(), None, 1, lambda: rig.agent)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 assert (await client.post("/engine/pause_generation")).json()["status"] == "ok"
                 assert (await client.get("/health")).text == "vllm"
                 assert (await client.get("/rlbus/health")).json()["status"] == "ready"
@@ -87,6 +87,19 @@ def test_the_servers_own_api_keys_will_do(keys: Any) -> None:
     for token in ("key", "right"):
         assert ask(app, "/engine/x", authorization=f"Bearer {token}").status_code == 503
     assert ask(app, "/engine/x", authorization="Bearer wrong").status_code == 401
+
+
+def test_the_key_of_vllms_variable_will_do_and_its_option_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM itself: a server that is closed to others is no open one to us."""
+    monkeypatch.setenv("VLLM_API_KEY", "from-env")
+    app = application()
+    assert mount(app, args(host=None), None, 1, lambda: None)
+    assert ask(app, "/engine/x").status_code == 401
+    assert ask(app, "/engine/x", authorization="Bearer from-env").status_code == 503
+    app = application()
+    assert mount(app, args(host=None, api_key=["option"]), None, 1, lambda: None)
+    assert ask(app, "/engine/x", authorization="Bearer from-env").status_code == 401
+    assert ask(app, "/engine/x", authorization="Bearer option").status_code == 503
 
 
 def test_several_servers_on_one_port_have_none() -> None:
