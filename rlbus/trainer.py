@@ -270,9 +270,8 @@ class Trainer(TrainerLoras):
             except FaultError as exc:
                 if exc.code is not FaultCode.MANIFEST_UNKNOWN or num_resends == MAX_MANIFEST_RESENDS:
                     raise
+                # Under the same op_id: a copy of the request that is still under way may begin now, and is then joined.
                 self._put_digest = None
-                # A refusal is remembered under its op_id, so the repeat is a new op.
-                request = msgspec.structs.replace(request, op_id=self._bus.new_id())
         raise AssertionError("the loop above returns or raises")
 
     async def _put_manifest(self, specs: Sequence[TensorSpec], manifest: str) -> None:

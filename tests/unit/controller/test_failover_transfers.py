@@ -7,6 +7,7 @@ import pytest
 
 from rlbus.errors import PartialError
 from rlbus.schemas import FaultCode, Version, WeightsState
+from rlbus.workers.engines.fake import DEFAULT_TENSORS
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.controller.failover_stage import Stage, play
 from tests.unit.controller.scene import PAUSED, RUNNING, outcomes, worker
@@ -32,6 +33,15 @@ def test_the_steps_go_on_under_the_next_leader() -> None:
     play([worker(1), worker(2)], scenario)
 
 
+# Every tensor, named: less doesn't heal torn weights.
+WHOLE_MODEL = {
+    "step": 2,
+    "names": [spec.name for spec in DEFAULT_TENSORS],
+    "dtype_names": [spec.dtype for spec in DEFAULT_TENSORS],
+    "shapes": [spec.shape for spec in DEFAULT_TENSORS],
+}
+
+
 def test_a_step_whose_leader_dies_says_so_and_the_update_can_be_begun_again() -> None:
     """What became of it isn't known; a start gives up what is open, and nobody generates on torn weights meanwhile."""
 
@@ -45,7 +55,7 @@ def test_a_step_whose_leader_dies_says_so_and_the_update_can_be_begun_again() ->
         assert caught.value.report.fault.code is FaultCode.CONTROLLER_LOST
         assert await stage.generations() == [PAUSED] * 2
         await asyncio.sleep(30)
-        for step, info in (("start", None), ("update", json.dumps({"step": 2})), ("finish", None)):
+        for step, info in (("start", None), ("update", json.dumps(WHOLE_MODEL)), ("finish", None)):
             await stage.client.transfer(step, info)
         assert stage.weights() == [(WeightsState.CLEAN, Version(step=1))] * 2
         assert await stage.generations() == [RUNNING] * 2
