@@ -74,6 +74,8 @@ def test_an_update_without_a_name_is_the_next_step() -> None:
         await ok(front, "/update_weights", {"update_info": [{"step": 1}]})
         await ok(front, "/finish_weight_update")
         assert (await front.get("/weight_info")).json() == {"weight_version": "0.1"}
+        await ok(front, "/update_weight_version", {"new_version": "v4"})
+        assert (await front.get("/weight_info")).json() == {"weight_version": "v4"}
 
     on_surface(scenario)
 
@@ -255,7 +257,7 @@ def test_questions_and_caches_answer_as_vllm() -> None:
         assert await ok(front, "/abort_requests", {"request_ids": ["r1"]}) == {"status": "aborted", "aborted": 1}
         assert await ok(front, "/abort_requests") == {"status": "aborted", "aborted": 0}
         await ok(front, "/pause")
-        await ok(front, "/update_weight_version", {"new_version": "v4"})
+        message(await front.post("/update_weight_version", {"new_version": "v4"}), 409)
         sums = (await ok(front, "/weight_checker", {"action": "checksum"}))["checksums"]
         assert sums
         same = await ok(front, "/weight_checker", {"action": "compare", "baseline": sums})
