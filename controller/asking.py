@@ -1,22 +1,20 @@
 """One step of an op: a command to some workers, with an answer for each, whatever happens to the bus meanwhile."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
-from rlbus.controller.line import ENDING_S, Line, limits_until
+from rlbus.controller.limits import RETRY_S, limits_until
+from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import derive_step
 from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import CommandBody, FaultCode, Outcome, WorkerId
 
 _log = logging.getLogger("rlbus.controller")
-
-# How often and after how many seconds a worker that is busy ending something is asked again: 60 s in all.
-MAX_FREE_TRIES = 120
-FREE_RETRY_S = 0.5
 
 OnAnswer = Callable[[WorkerId, StepAnswer], None]
 
@@ -77,16 +75,19 @@ class Asker:
         *,
         on_answer: OnAnswer | None = None,
     ) -> dict[WorkerId, StepAnswer]:
-        """A final step; one that is busy ending what it was told to abandon is asked again. Cancel: as `ask`."""
+        """A final step; one that is busy ending what it was told to abandon is asked again, as long as there is time.
+
+        Cancel: as `ask`.
+        """
         answers: dict[WorkerId, StepAnswer] = {}
         left: Sequence[WorkerId] = workers
-        for number in range(MAX_FREE_TRIES):
-            name = step if number == 0 else f"{step}-{number + 1}"
+        for number in itertools.count(1):
+            name = step if number == 1 else f"{step}-{number}"
             answers.update(await self.ask(phase, name, body, left, is_final=True, on_answer=on_answer))
             left = [w for w in left if answers[w].is_busy]
-            if not left:
+            if not left or self._loop.time() + RETRY_S >= self._op.ending_until_s:
                 break
-            await asyncio.sleep(FREE_RETRY_S)
+            await asyncio.sleep(RETRY_S)
         return answers
 
     async def one(self, step: str, body: CommandBody, worker: WorkerId) -> StepAnswer:
@@ -112,9 +113,9 @@ class Asker:
         """The answer of whoever has none, None if all have one. While we are disconnected (or our lease isn't renewed)
         nothing is given up: the deadline counts, as it does for a fan-out that had begun.
         """
-        until_s = self._loop.time() + ENDING_S if is_final else self._op.forward_until_s
+        until_s = self._op.ending_until_s if is_final else self._op.forward_until_s
         while True:
-            limits = limits_until(self._op.forward_until_s, self._loop.time(), is_ending=is_final)
+            limits = limits_until(until_s, self._loop.time(), is_ending=is_final)
             try:
                 await self._line.ask(
                     body,
@@ -128,6 +129,6 @@ class Asker:
                 if self._loop.time() >= until_s:
                     why = fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True)
                     return StepAnswer(Outcome.REFUSED, why)
-                await asyncio.sleep(FREE_RETRY_S)
+                await asyncio.sleep(RETRY_S)
             except RLBusError as exc:
                 return unknown(fault(FaultCode.INTERNAL, str(exc)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlbus.bus import Bus
 from rlbus.controller.causes import fault
 from rlbus.controller.journal import Journal
-from rlbus.controller.op import Op, publish, tell_event
+from rlbus.controller.op import PROGRESS_S, Op, publish, tell_event
 from rlbus.controller.update import UpdateRun
 from rlbus.errors import BrokenError, DeadlineError, RLBusError
 from rlbus.schemas import Fault, FaultCode, OpEnded, OpResult, OpStarted, OpStatus, Report, Request
@@ -22,6 +22,8 @@ MAX_ENDED_OPS = 128
 # refuses for a moment what it takes the next.
 RECORD_S = 5.0
 RECORD_RETRY_S = 0.25
+# How long a report waits for the store, in seconds. Above the life of a lease that isn't renewed (leader.TTL_S).
+MARK_S = 5.0
 # Ops beside the mutation at the same time: abort and versions.
 MAX_QUERIES = 64
 
@@ -150,22 +152,15 @@ class Desk:
     async def _drive(self, running: Running, work: Work, record: Record | None) -> None:
         op = running.op
         try:
-            problem = None if record is None else await self._try_record(op, record)
-            report = await work(running) if problem is None else self._unbegun(op, problem)
-        except asyncio.CancelledError:
-            if running.dropped is None:
-                raise
-            report = self._empty(op, OpStatus.FAILED, running.dropped)
-        except Exception:  # noqa: BLE001 - a bug of ours: the log has it, and whoever waits gets a report all the same
-            _log.exception("op %s (%s)", op.op_id, op.name)
-            report = self._broken(op)
+            report = await self._outcome(running, work, record)
+            if self._journal is not None and running.is_mutation:
+                self._journal.end(report)
+                await self._until_marked(running, self._journal)
         finally:
             # Also when cancelled: the next op must not find this one in its way.
             del self._running[op.op_id]
         if op.name not in QUESTIONS:  # a question may be asked again, and its answer changes
             self.remember(op.request, report)
-        if self._journal is not None and running.is_mutation:
-            self._journal.end(report)
         op.audience.tell(OpResult(report=report))
         event = OpEnded(
             at=self._bus.clock.now(),
@@ -178,6 +173,34 @@ class Desk:
         tell_event(self._bus, self._namespace, event)
         why = "" if report.fault is None else f": {report.fault.message}"
         _log.info("op %s: %s ended %s after %.3f s%s", op.op_id, op.name, report.status.value, report.took_s, why)
+
+    async def _outcome(self, running: Running, work: Work, record: Record | None) -> Report:
+        """The report, whatever happens. Cancel: raised, unless the op was dropped."""
+        op = running.op
+        try:
+            problem = None if record is None else await self._try_record(op, record)
+            return await work(running) if problem is None else self._unbegun(op, problem)
+        except asyncio.CancelledError:
+            if running.dropped is None:
+                raise
+            return self._empty(op, OpStatus.FAILED, running.dropped)
+        except Exception:  # noqa: BLE001 - a bug of ours: the log has it, and whoever waits gets a report all the same
+            _log.exception("op %s (%s)", op.op_id, op.name)
+            return self._broken(op)
+
+    async def _until_marked(self, running: Running, journal: Journal) -> None:
+        """What the fleet has now is told when the next leader would know it, too: nobody acts on a version that is gone
+        with this process. Engines generate meanwhile. Without the store our lease ends before MARK_S, and it is the
+        next leader that reports.
+        """
+        until_s = asyncio.get_running_loop().time() + MARK_S
+        try:
+            while journal.is_behind and (left_s := until_s - asyncio.get_running_loop().time()) > 0:
+                await journal.written(min(PROGRESS_S, left_s))
+                running.op.tick()
+        except asyncio.CancelledError:
+            if running.dropped is None:
+                raise
 
     async def _try_record(self, op: Op, record: Record) -> Fault | None:
         """Write it down; why that failed. An op that nobody could take over is better not begun."""

@@ -1,9 +1,10 @@
 """What a leader writes down so that the next one can finish it: its ops, and the fleet's version.
 
 Invariants: an op is written before it begins, and isn't begun if that fails; everything later is written behind it, in
-order, the newest state of each key, and never awaited by an op: acks don't wait for the store. So what is here may lag
-the fleet by a write, always in the direction that is safe: an op that had gone further is taken back rather than
-completed. A write that fails is tried again while we lead. One that finds another leader's ends our leadership.
+order, the newest state of each key. Engines never wait for the store; only the report of an op that gave the fleet a
+version or adapters waits until those are written. So what is here may lag the fleet by a write, always in the direction
+that is safe: an op that had gone further, and wasn't reported, is taken back rather than completed. A write that fails
+is tried again while we lead. One that finds another leader's ends our leadership.
 """
 
 import asyncio
@@ -206,12 +207,23 @@ class Journal:
         self.lora_mark = mark
         self._soon(LORAS_KEY)
 
-    async def flush(self) -> None:
-        """Return when all is written, or after FLUSH_S. Cancel: leaves the rest unwritten."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether what the fleet has now, its version and adapters, is still to be written."""
+        return VERSION_KEY in self._unwritten or LORAS_KEY in self._unwritten
+
+    async def written(self, limit_s: float) -> bool:
+        """Return when all is written (True), or after `limit_s`. Cancel: leaves the rest unwritten."""
         try:
-            async with asyncio.timeout(FLUSH_S):
+            async with asyncio.timeout(limit_s):
                 await self._is_written.wait()
         except TimeoutError:
+            return False
+        return True
+
+    async def flush(self) -> None:
+        """Return when all is written, or after FLUSH_S. Cancel: leaves the rest unwritten."""
+        if not await self.written(FLUSH_S):
             _log.warning("journal: %d entries weren't written in time", len(self._unwritten))
 
     async def run(self) -> str:

@@ -9,15 +9,6 @@ from rlbus.controller.registry import Registry
 from rlbus.fanout import Gathered, Limits, Losses, fanout
 from rlbus.schemas import QUERY_ROUTES, CommandBody, WorkerAnswer, WorkerId, route_of
 
-# Without a sign of life for this long a worker counts as silent for one command. Source: DESIGN section 3 wants limits
-# apart; a healthy agent answers within milliseconds, whatever its engine does, so this only has to outlast a hiccup.
-ACK_S = 5.0
-# The ack limit as a part of a short deadline, so that silence is noticed while there is time to take things back.
-ACK_PART = 0.25
-# What has to be done even after the deadline (commit, resume, undo) gets at least this long.
-ENDING_S = 30.0
-MIN_LIMIT_S = 0.05
-
 
 class Line:
     """Fan-outs of one controller. `losses` hears of workers that die meanwhile."""
@@ -76,15 +67,3 @@ class Line:
         status = status_after(member.status, body, result, self.bus.clock.now())
         if status is not member.status:
             self.registry.learn(member.worker, result.boot_id, status, result.seq)
-
-
-def limits_until(until_s: float, now_s: float, *, stall_s: float | None = None, is_ending: bool = False) -> Limits:
-    """Limits of a step that has until `until_s` (loop time); one that must be done gets at least ENDING_S.
-
-    `stall_s` is for a step that counts its progress, which only a transfer does. A pause that waits for a long answer,
-    or an engine that loads a large folder, makes none that could be seen, and is healthy (SCENARIOS 15): there the
-    deadline counts, and the heartbeats tell a worker that died meanwhile.
-    """
-    left_s = max(until_s - now_s, ENDING_S if is_ending else MIN_LIMIT_S)
-    ack_s = min(ACK_S, max(MIN_LIMIT_S, ACK_PART * left_s))
-    return Limits(ack_s=ack_s, stall_s=left_s if stall_s is None else min(stall_s, left_s), deadline_s=left_s)

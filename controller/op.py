@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rlbus import subjects
 from rlbus.bus import Bus
+from rlbus.controller.limits import ENDING_S
 from rlbus.controller.report import Timings
 from rlbus.errors import PayloadTooLargeError, RLBusError
 from rlbus.schemas import (
@@ -81,6 +82,7 @@ class Op:
         self.timings = Timings()
         self.stopped = asyncio.Event()
         self.stop_fault: Fault | None = None
+        self._stopped_s: float | None = None
         # Called when it is to be taken back, besides setting `stopped`.
         self.on_stop: Callable[[Fault], None] | None = None
         self.phase = "plan"
@@ -108,6 +110,12 @@ class Op:
         return self.deadline_s - min(MAX_UNDO_S, UNDO_PART * self.request.deadline_s)
 
     @property
+    def ending_until_s(self) -> float:
+        """Until when what has to be done at its end may take, in loop time: from when it was stopped, or had to end."""
+        forward_until_s = self.forward_until_s
+        return ENDING_S + (forward_until_s if self._stopped_s is None else min(self._stopped_s, forward_until_s))
+
+    @property
     def age_s(self) -> float:
         """Seconds since it began."""
         return self._loop.time() - self._began_s
@@ -116,6 +124,7 @@ class Op:
         """Ask for its end; only the first reason counts. It still ends with a report."""
         if self.stop_fault is None:
             self.stop_fault = why
+            self._stopped_s = self._loop.time()
             self.stopped.set()
             if self.on_stop is not None:
                 self.on_stop(why)

@@ -14,7 +14,8 @@ from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import MAX_ATTEMPTS, in_attempt
 from rlbus.controller.causes import fault
 from rlbus.controller.giving_way import is_catch_up
-from rlbus.controller.line import ENDING_S, Line, limits_until
+from rlbus.controller.limits import ENDING_S, RETRY_S, limits_until
+from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.registry import Registry
@@ -52,9 +53,6 @@ from rlbus.schemas import (
 
 _log = logging.getLogger("rlbus.controller")
 
-# A worker that is still ending what the old leader asked for is asked again: 60 s in all, as in `winding`.
-MAX_TRIES = 120
-RETRY_S = 0.5
 PHASE = "take over"
 # How long a member that nobody has heard since this leader began is waited for, in seconds. Source: workers try to
 # connect at least every 5 s (rlbus._supervised.BACKOFF_MAX_S), and what this op has paused holds for 30 s.
@@ -74,6 +72,8 @@ class TakeOver:
         self._entry = entry
         self._registry = registry
         self._loop = asyncio.get_running_loop()
+        # Until when things may take, in loop time; a step that begins later has a moment still (`limits`).
+        self._until_s = self._loop.time() + ENDING_S
         self._num_steps = 0
         # Of the pauses that it may have begun, one per attempt.
         self._pause_ids = {self._begun_id(in_attempt(1 + n, PAUSE_STEP)) for n in range(MAX_ATTEMPTS)}
@@ -98,6 +98,7 @@ class TakeOver:
                 await self._destroy(pausing)
             case ReloadFleet():
                 await self._await_loads()
+                self._until_s = self._loop.time() + ENDING_S
                 await self._free(may_be_old=False)
             case PauseFleet():
                 await self._settle_pause(request)
@@ -209,10 +210,10 @@ class TakeOver:
     ) -> Sequence[WorkerId]:
         """Ask until nobody says busy any more; who still does."""
         left = workers
-        for _ in range(MAX_TRIES):
+        while True:
             answers = await self._ask(step, body, left)
             left = [w for w in left if answers[w].is_busy]
-            if not left:
+            if not left or self._loop.time() + RETRY_S >= self._until_s:
                 break
             if callable(before_retry):
                 await before_retry(left)
@@ -221,12 +222,12 @@ class TakeOver:
         return left
 
     async def _ask(self, step: str, body: CommandBody, workers: Iterable[WorkerId]) -> dict[WorkerId, StepAnswer]:
-        """One command under an op id of its own. While we are disconnected it is tried again, within ENDING_S."""
+        """One command under an op id of its own. It is tried again while we are disconnected, if there is time."""
         asked = list(workers)
         if not asked:
             return {}
         self._num_steps += 1
-        until_s = self._loop.time() + ENDING_S
+        until_s = self._until_s
         op_id = derive_step(self._op.op_id, self._line.term, f"{self._num_steps}-{step}")
         while True:
             limits = limits_until(until_s, self._loop.time(), is_ending=True)

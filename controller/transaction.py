@@ -34,6 +34,7 @@ from rlbus.controller.update_state import (
     Stage,
     StopAsked,
     Tell,
+    TimeUp,
     UpdateState,
     WorkerAccepted,
     WorkerGone,
@@ -94,6 +95,8 @@ def decide(state: UpdateState, event: Event) -> Decision:
             return _on_sender_failed(state, event)
         case StopAsked():
             return _on_stop(state, event)
+        case TimeUp():
+            return replace(state, is_out_of_time=True), ()
 
 
 # -- events that come at any time -------------------------------------------------------------------------------------

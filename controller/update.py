@@ -13,7 +13,8 @@ from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import STILL_S, stall_s
 from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
-from rlbus.controller.line import ENDING_S, Line, limits_until
+from rlbus.controller.limits import RETRY_S, limits_until
+from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.stillness import Stillness
@@ -34,6 +35,7 @@ from rlbus.controller.update_state import (
     Stage,
     StopAsked,
     Tell,
+    TimeUp,
     UpdateState,
     WorkerAccepted,
     WorkerGone,
@@ -70,8 +72,6 @@ REPEAT_TASK_S = 2.0
 # How long a trainer that joins may be silent, in seconds: it says every second that it lives (rlbus._sending), also as
 # it waits for others. In another attempt engines stand still for it.
 JOINING_SILENCE_S = 5.0
-# Before a step that has to be done is tried again while we are disconnected, in seconds.
-RECONNECT_PAUSE_S = 0.5
 
 
 class UpdateRun:
@@ -238,11 +238,11 @@ class UpdateRun:
 
         await asyncio.sleep(ask.after_s)
         last: StepAnswer | None = None
-        until_s = self._loop.time() + ENDING_S if ask.is_ending else self._op.forward_until_s
+        until_s = self._op.ending_until_s if ask.is_ending else self._op.forward_until_s
         while last is None:
             try:
                 limits = limits_until(
-                    self._op.forward_until_s,
+                    until_s,
                     self._loop.time(),
                     stall_s=stall_s(self.state) if isinstance(ask.body, ReceiveWeights) else None,
                     is_ending=ask.is_ending,
@@ -260,7 +260,7 @@ class UpdateRun:
                 return
             except BrokenError as exc:
                 if self._loop.time() < until_s:
-                    await asyncio.sleep(RECONNECT_PAUSE_S)
+                    await asyncio.sleep(RETRY_S)
                     continue
                 last = StepAnswer(Outcome.REFUSED, fault(FaultCode.NO_ACK, f"nothing was sent: {exc}", retryable=True))
             except PayloadTooLargeError as exc:
@@ -328,6 +328,8 @@ class UpdateRun:
             given_s = self._op.request.deadline_s
             why = f"not done within {given_s:g} s; it was in phase {self.state.phase}"
             self._op.stop(fault(FaultCode.DEADLINE, why, limit_s=f"{given_s:g}", phase=self.state.phase))
+        if now_s >= self._op.ending_until_s and not self.state.is_out_of_time:
+            self._handle(TimeUp())
         self._check_stillness(now_s)
         limit_s = self._sender_limit_s()
         if limit_s is not None and now_s >= limit_s - 1e-6:

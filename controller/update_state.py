@@ -244,6 +244,8 @@ class UpdateState:
     epochs: tuple[int, ...] = ()
     # Cancelled, or out of time: there is no other attempt.
     is_stopped: bool = False
+    # Nor is anybody asked again.
+    is_out_of_time: bool = False
     # Why the trainer gave up the present attempt.
     sender_fault: Fault | None = None
     # The broadcast that is being wound down, whose answers still tell who broke it.
@@ -336,6 +338,11 @@ class StopAsked:
     fault: Fault
 
 
+@dataclass(frozen=True, slots=True)
+class TimeUp:
+    """The time for what has to be done at the end is over, too: who is still busy is given up."""
+
+
 Event = (
     Began
     | WorkerAccepted
@@ -346,6 +353,7 @@ Event = (
     | SenderSent
     | SenderFailed
     | StopAsked
+    | TimeUp
 )
 
 # -- actions ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from rlbus.controller.attempts import is_lost, may_retry, probe_s, recall_torn, step_of
 from rlbus.controller.causes import fault
+from rlbus.controller.limits import RETRY_S
 from rlbus.controller.seats import blame, change
 from rlbus.controller.update_state import (
     FORWARD,
@@ -36,11 +37,6 @@ from rlbus.schemas import (
     ResumeGeneration,
     WorkerId,
 )
-
-# How often and after how many seconds a worker that is busy (still ending a pause that nobody wants any more) is asked
-# again to resume: 60 s in all.
-MAX_FREE_TRIES = 120
-FREE_RETRY_S = 0.5
 
 Decision = tuple[UpdateState, tuple[Action, ...]]
 
@@ -169,12 +165,12 @@ def _after_free(state: UpdateState) -> Decision:
     busy = _to_free(state)
     if not busy:
         return _leave(state)
-    if state.num_tries < MAX_FREE_TRIES:
+    if not state.is_out_of_time:
         state = replace(state, num_tries=state.num_tries + 1)
         step = f"{Stage.FREE.value}-{state.num_tries}"
-        return _ask(state, Stage.FREE, ResumeGeneration(), busy, step=step, after_s=FREE_RETRY_S)
+        return _ask(state, Stage.FREE, ResumeGeneration(), busy, step=step, after_s=RETRY_S)
     for worker in busy:
-        why = fault(FaultCode.BUSY, f"still busy after {MAX_FREE_TRIES} tries to resume it; it may stay paused")
+        why = fault(FaultCode.BUSY, f"still busy after {state.num_tries} tries to resume it; it may stay paused")
         state = blame(change(state, [worker], hold=Hold.STUCK), worker, Outcome.FAILED, why)
     return _leave(state)
 

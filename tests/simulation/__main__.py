@@ -12,15 +12,13 @@ import time
 from collections import Counter
 
 from tests.simulation.bugs import BUGS
-from tests.simulation.running import Run, find_bugs, simulate, simulate_many
+from tests.simulation.running import MAX_BUG_SEEDS, Run, find_bugs, simulate, simulate_many
 from tests.simulation.truth import TAIL_LEN
 
 # Lines of trace that are shown for a seed that fails.
 NUM_TAIL_LINES = 40
 # Failing seeds whose trace is shown, of the others only the number; and violations that are shown of each.
 NUM_SHOWN = 5
-# Seeds within which each planted bug has to be caught.
-MAX_BUG_SEEDS = 1000
 SHOWN_CHARS = 240
 
 

@@ -7,6 +7,7 @@ is seen by anybody.
 import asyncio
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rlbus._memory import NO_FAULTS, MemoryTransport
@@ -20,6 +21,7 @@ from rlbus.trainer import Trainer
 from rlbus.workers.agent import Agent
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.journal import Record
+from rlbus.workers.ledger import Ledger
 from tests.simulation.engine_faults import DrawnScript
 from tests.simulation.scenario import HEARTBEAT_S, Scenario
 from tests.simulation.stopping import GATE, Gate, gated
@@ -155,15 +157,29 @@ class Process:
 
 
 class WorkerProcess(Process):
-    """One life of a worker."""
+    """One life of a worker. With `folder`, where its ledger lies, it comes back as itself; then `before` is its last
+    life, whose ops and terms bind it too.
+    """
 
     def __init__(
-        self, scenario: Scenario, truth: Truth, broker: TracedBroker, fabric: Fabric, number: int, boot: int
+        self,
+        scenario: Scenario,
+        truth: Truth,
+        broker: TracedBroker,
+        fabric: Fabric,
+        number: int,
+        boot: int,
+        *,
+        folder: Path | None,
+        before: Boot | None,
     ) -> None:
         super().__init__(scenario, truth, broker, f"w{number}-{boot}", scenario.skews_s[number])
         self.number = number
         self.worker = WorkerId(f"{COMPONENT}/{number}")
         self.boot = Boot(self.worker, boot)
+        if folder is not None and before is not None:
+            self.boot = Boot(self.worker, boot, ran=before.ran, term=before.term, group=before.group)
+        self.ledger = None if folder is None else Ledger.open(folder, NAMESPACE, COMPONENT, str(number))
         rng = random.Random(f"engine/{scenario.seed}/{number}/{boot}")
         self.script = DrawnScript(scenario, rng, truth.count)
         self.engine = SimEngine(truth, self.boot, fabric, self.script, scenario.sizes[number])
@@ -178,6 +194,9 @@ class WorkerProcess(Process):
     async def crash(self) -> None:
         """See Process."""
         self.engine.is_crashed = True
+        if self.ledger is not None:
+            # Nothing that it does on its way out is written.
+            self.ledger.close()
         await self.engine.aclose()
         await super().crash()
 
@@ -204,6 +223,7 @@ class WorkerProcess(Process):
             component=COMPONENT,
             instance_id=str(self.number),
             config=AgentConfig(heartbeat_s=HEARTBEAT_S, weight_roots=(ROOT,)),
+            ledger=self.ledger,
         )
         begin = agent._slot.begin
 

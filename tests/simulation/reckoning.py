@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from rlbus.schemas import FleetView, MemberView, Version, WeightsState
+from rlbus.schemas import FleetView, MemberView, Version, WeightsState, WeightsView
 from tests.simulation.leading import ControllerProcess
 from tests.simulation.parties import Process, WorkerProcess
 from tests.simulation.scenario import HEARTBEAT_S
@@ -38,6 +38,9 @@ def look(fleet: Fleet) -> None:
         if not process.is_leading or process.gate.is_closed or process.controller is None:
             continue
         view, seen = process.controller.view(), process.seen_version
+        if seen is None and process is leader:
+            # Who takes over goes on from what was reported.
+            seen = fleet.truth.reported_version
         went_back = seen is not None and (view.version is None or view.version < seen)
         if went_back and view.version not in fleet.truth.rollbacks:
             fleet.truth.broken("I6", f"{process.name} went from {seen} to {view.version} without a rollback")
@@ -102,7 +105,9 @@ def _check_admitted(
     weights = member.status.weights
     worker = fleet.workers[int(member.descriptor.instance_id)]
     is_clean = weights.state is WeightsState.CLEAN and (version is None or weights.version == version)
-    if member.admitted and not is_clean:
+    # Nobody was given anything yet: who was started again is as good as the others, who were just started.
+    is_initial = version is None and weights == WeightsView(state=WeightsState.UNKNOWN)
+    if member.admitted and not is_clean and not is_initial:
         fleet.truth.broken("I1", f"{member.worker} is admitted with {weights} while the fleet is at {version}")
     if not is_leader:
         return

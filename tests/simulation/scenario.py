@@ -74,6 +74,8 @@ _MOMENTS = {
     "trainer-crash": 2,
     "trainer-zombie": 1,
 }
+# Part of the runs whose workers remember over the end of their process what they were told.
+LEDGER_PART = 0.7
 # The longest that each may last, in seconds; 4 s for those that aren't listed.
 _LONG_S = {
     "lag": 10.0,
@@ -128,6 +130,8 @@ class Scenario:
     send_s: float
     # Chance per engine call that a fault of a kind that is possible happens.
     engine_chance: float
+    # Whether workers have a file of what they were told, and come back as themselves.
+    has_ledgers: bool
 
     @property
     def stops(self) -> bool:
@@ -157,6 +161,7 @@ def draw(seed: int) -> Scenario:
         mishaps=_draw_mishaps(rng, kinds),
         send_s=rng.choice((0.0, 0.1, 0.5, 2.0)),
         engine_chance=rng.choice((0.03, 0.1, 0.25)),
+        has_ledgers=rng.random() < LEDGER_PART,
     )
 
 

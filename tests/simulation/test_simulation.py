@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.bugs import BUGS
-from tests.simulation.running import find_bug, simulate
+from tests.simulation.running import MAX_BUG_SEEDS, find_bug, simulate
 
 pytestmark = pytest.mark.faults
 
@@ -34,10 +34,11 @@ def test_every_invariant_holds_while_engines_sleep_and_wake(first: int) -> None:
     assert sum(run.num_tokens for run in runs) > 100
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_caught(name: str) -> None:
-    """By the invariant that it breaks, within the number of seeds that is recorded with it."""
-    assert find_bug(name, BUGS[name].suffices) is not None
+    """By the invariant that it breaks: one seed, as a rule, and some minutes where a change has moved it."""
+    assert find_bug(name, MAX_BUG_SEEDS) is not None
 
 
 def test_seed_is_the_same_run_in_every_process() -> None:

@@ -81,6 +81,8 @@ class Truth:
         self.given: set[Version] = set()
         # By version, the updates that some engine took it in.
         self.committed_by: dict[Version, set[str]] = {}
+        # The newest version of which some caller was told that a worker has it.
+        self.reported_version: Version | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self._num_begun = 0
         # (worker, update) of every commit.
@@ -198,6 +200,9 @@ class Truth:
             self.broken("I4", f"op {report.op_id} has several outcomes for one worker: {workers}")
         if forgotten := self._took_part.get(report.op_id, set()).difference(workers):
             self.broken("I4", f"op {report.op_id} has no outcome for {sorted(forgotten)}, which took part in it")
+        if report.version is not None and any(o.outcome is Outcome.OK for o in report.outcomes):
+            known = self.reported_version
+            self.reported_version = report.version if known is None else max(known, report.version)
         if report.op != "update_weights":
             return
         for outcome in report.outcomes:

@@ -7,6 +7,7 @@ virtual time passes. Then the invariants over the whole fleet are checked. See d
 import asyncio
 import random
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from rlbus.controller.service import Controller
@@ -26,7 +27,7 @@ from tests.simulation.parties import (
     WorkerProcess,
 )
 from tests.simulation.scenario import ACTIVE_S, Ask, Scenario
-from tests.simulation.truth import Truth
+from tests.simulation.truth import Boot, Truth
 from tests.simulation.weights import GIVEN, KEPT, TENSORS, Fabric
 
 # How long a fleet may take after the faults until it is as I3 says, in virtual seconds: a lease of an op (30 s) and the
@@ -45,9 +46,12 @@ RESTART_S = 1.0
 
 
 class World:
-    """Everything of one run; implements what `mishaps` and `reckoning` need of it."""
+    """Everything of one run; implements what `mishaps` and `reckoning` need of it.
 
-    def __init__(self, scenario: Scenario, truth: Truth) -> None:
+    `folder` is an empty one, for what workers keep over the end of their process.
+    """
+
+    def __init__(self, scenario: Scenario, truth: Truth, folder: Path) -> None:
         self.scenario = scenario
         self.truth = truth
         self.workers: list[WorkerProcess] = []
@@ -57,6 +61,7 @@ class World:
         # How late messages may be, in seconds, because somebody lagged in this run.
         self.lag_s = 0.0
         self.recovery_s = RECOVERY_S
+        self._folder = folder if scenario.has_ledgers else None
         self._fabric = Fabric()
         self._rng = random.Random(f"world/{scenario.seed}")
         self._num_boots = [0] * len(scenario.sizes)
@@ -76,7 +81,7 @@ class World:
         for _ in range(self.scenario.num_controllers):
             self.start_controller()
         for number in range(len(self.scenario.sizes)):
-            self.workers.append(self._new_worker(number))
+            self.workers.append(self._new_worker(number, None))
         self.start_trainer()
         self._spawn(self._supervise(), "supervisor")
         self._spawn(self._load(), "load")
@@ -119,6 +124,12 @@ class World:
         """All that were not replaced."""
         return [*self.workers, *self.controllers, self._trainer, self._operator]
 
+    def close(self) -> None:
+        """The run is over, the loop may be closed: let go of files."""
+        for worker in self.workers:
+            if worker.ledger is not None:
+                worker.ledger.close()
+
     def start_controller(self) -> None:
         """One more: it stands by as long as another one leads."""
         self._num_controllers += 1
@@ -153,12 +164,14 @@ class World:
         worker.is_leaving = True
         await (worker.leave() if is_asked else worker.crash())
         await asyncio.sleep(after_s)
-        self.workers[number] = self._new_worker(number)
+        self.workers[number] = self._new_worker(number, worker.boot)
 
-    def _new_worker(self, number: int) -> WorkerProcess:
+    def _new_worker(self, number: int, before: Boot | None) -> WorkerProcess:
         self._num_boots[number] += 1
         boot = self._num_boots[number]
-        worker = WorkerProcess(self.scenario, self.truth, self.broker, self._fabric, number, boot)
+        worker = WorkerProcess(
+            self.scenario, self.truth, self.broker, self._fabric, number, boot, folder=self._folder, before=before
+        )
         self._enter(worker)
         return worker
 

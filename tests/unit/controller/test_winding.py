@@ -20,11 +20,11 @@ from rlbus.controller.update_state import (
     Stage,
     StopAsked,
     Tell,
+    TimeUp,
     WorkerAccepted,
     WorkerGone,
     WorkersAnswered,
 )
-from rlbus.controller.winding import MAX_FREE_TRIES
 from rlbus.schemas import (
     FaultCode,
     JoinTask,
@@ -116,7 +116,9 @@ def test_every_update_ends_with_one_outcome_per_worker(
 
 def finish(play: Play) -> None:
     """Everybody still asked answers well; a silent trainer is given up."""
-    for _ in range(MAX_FREE_TRIES + 60):
+    for number in range(100):
+        if number == 50:
+            play.feed(TimeUp())
         if play.state.stage is Stage.DONE:
             return
         play.go()
@@ -152,16 +154,18 @@ def check_end(play: Play, held: tuple[WorkerId, ...]) -> None:
     assert not set(freed) & set(held)
 
 
-def test_a_worker_that_stays_busy_is_given_up_and_named() -> None:
-    """The retries are bounded."""
+def test_a_worker_that_stays_busy_is_given_up_when_the_time_is_over_and_named() -> None:
+    """It is asked again until then; the lease of its pause ends by itself."""
     play = Play(plan_of(*WORKERS[:2]))
     play.to(Stage.PAUSE)
     play.feed(StopAsked(fault(FaultCode.CANCELLED, "stop")))
     num_asked = 0
     while play.state.stage is Stage.FREE:
         num_asked += 1
+        if num_asked == 7:
+            play.feed(TimeUp())
         play.answer({WORKERS[1]: refused(FaultCode.BUSY)})
-    assert num_asked == MAX_FREE_TRIES
+    assert num_asked == 7
     (first, second) = update_report(play.state, Timings()).outcomes
     assert (first.outcome, second.outcome) == (Outcome.UNDONE, Outcome.FAILED)
     assert second.fault is not None

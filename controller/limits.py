@@ -1,0 +1,38 @@
+"""How long what of an op may take: its steps, and all that comes after its deadline.
+
+An op goes forward until `Op.forward_until_s`. What has to be done then (commit, flush, resume, undo) shares one budget,
+which ends at `Op.ending_until_s`; a step that begins when that is used up still gets a moment, since a healthy worker
+answers in milliseconds, and must not stay paused because another one used up the time. So an op that every engine hangs
+in ends OVERRUN_S after its deadline at the latest.
+"""
+
+from rlbus.fanout import Limits
+
+# Without a sign of life for this long a worker counts as silent for one command. Source: DESIGN section 3 wants limits
+# apart; a healthy agent answers within milliseconds, whatever its engine does, so this only has to outlast a hiccup.
+ACK_S = 5.0
+# The ack limit as a part of a short deadline, so that silence is noticed while there is time to take things back.
+ACK_PART = 0.25
+MIN_LIMIT_S = 0.05
+# What has to be done at the end of an op has so long in all. Above a server that is away for 20 s (issue 3).
+ENDING_S = 30.0
+# What each step of that has even when the whole is used up.
+ENDING_STEP_S = 5.0
+# Before a worker that is busy (still ending what nobody wants any more) is asked again, and before anything is tried
+# again while we are disconnected.
+RETRY_S = 0.5
+# The longest that an op outlives its deadline: its budget, and after it at most six steps, which is what an update can
+# need after a commit that somebody hung in (flush, resume, settle, resume, leave, keep).
+OVERRUN_S = ENDING_S + 6 * ENDING_STEP_S
+
+
+def limits_until(until_s: float, now_s: float, *, stall_s: float | None = None, is_ending: bool = False) -> Limits:
+    """Limits of a step that has until `until_s` (loop time); one that must be done gets at least ENDING_STEP_S.
+
+    `stall_s` is for a step that counts its progress, which only a transfer does. A pause that waits for a long answer,
+    or an engine that loads a large folder, makes none that could be seen, and is healthy (SCENARIOS 15): there the
+    deadline counts, and the heartbeats tell a worker that died meanwhile.
+    """
+    left_s = max(until_s - now_s, ENDING_STEP_S if is_ending else MIN_LIMIT_S)
+    ack_s = min(ACK_S, max(MIN_LIMIT_S, ACK_PART * left_s))
+    return Limits(ack_s=ack_s, stall_s=left_s if stall_s is None else min(stall_s, left_s), deadline_s=left_s)
