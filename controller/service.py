@@ -26,7 +26,7 @@ from rlbus.controller.op import Op, publish
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
 from rlbus.controller.sleep_verb import SleepVerb, asleep
-from rlbus.controller.succession import Succession
+from rlbus.controller.succession import NO_JOURNAL, Succession
 from rlbus.controller.transfers import ROUTES, Transfers
 from rlbus.controller.update import UpdateRun
 from rlbus.controller.update_state import Group, Plan
@@ -44,7 +44,6 @@ from rlbus.schemas import (
     GetFleet,
     GetHistory,
     GetVersions,
-    HistoryView,
     ListLoras,
     LoadLoraFleet,
     ManifestPage,
@@ -310,12 +309,11 @@ class Controller:
         self._reply(message, OpAccepted(op_id=request.op_id))
 
     def _tell_history(self, request: GetHistory, message: Message) -> None:
-        if self._succession is None:
-            nothing = "this controller keeps no journal: it was started with --single"
-            self._refuse(message, request.op_id, fault(FaultCode.WRONG_STATE, nothing))
-            return
-        items = self._succession.journal.newest(max(1, request.limit))
-        self._reply(message, HistoryView(namespace=self.namespace, term=self.term, items=items))
+        told = NO_JOURNAL if self._succession is None else self._succession.history(request)
+        if isinstance(told, Fault):
+            self._refuse(message, request.op_id, told)
+        else:
+            self._reply(message, told)
 
     def _signal(self, request: SenderSignal, message: Message) -> None:
         running = self._desk.running(request.of_op_id)

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlbus.bus import Bus
 from rlbus.controller.catching_up import CatchUps
+from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
 from rlbus.controller.giving_way import is_catch_up
 from rlbus.controller.journal import Journal
@@ -15,6 +16,10 @@ from rlbus.controller.registry import Member, Registry
 from rlbus.controller.takeover import COMMIT_PHASE, TakeOver
 from rlbus.controller.update_state import Stage, UpdateState
 from rlbus.schemas import (
+    Fault,
+    FaultCode,
+    GetHistory,
+    HistoryView,
     JournalEntry,
     LoadLoraFleet,
     MutationRequest,
@@ -31,6 +36,8 @@ from rlbus.schemas import (
 # for the members of an op that was left behind, up to the second number.
 SETTLE_S = 0.3
 LOOK_S = 1.0
+# The answer to whoever asks for a history that nobody keeps.
+NO_JOURNAL = fault(FaultCode.WRONG_STATE, "this controller keeps no journal: it was started with --single")
 
 
 class Succession:
@@ -60,6 +67,18 @@ class Succession:
         self._catch_ups = catch_ups
         # Settles an op about adapters; set by who keeps those.
         self.settle_lora: Callable[[Op, JournalEntry], Awaitable[Report]] | None = None
+
+    def history(self, request: GetHistory) -> HistoryView | Fault:
+        """What the journal has."""
+        if request.of_op_id is None:
+            items, report = self.journal.newest(max(1, request.limit)), None
+        else:
+            found = [entry for entry in self.journal.entries if entry.item.op_id == request.of_op_id]
+            if not found:
+                nothing = f"the journal has no op {request.of_op_id} (any more); `rlbus history` shows what it has"
+                return fault(FaultCode.UNKNOWN_OP, nothing, op_id=request.of_op_id)
+            items, report = (found[0].item,), found[0].report
+        return HistoryView(namespace=self._namespace, term=self.journal.term, items=items, report=report)
 
     # -- what was before ----------------------------------------------------------------------------------------------
 

@@ -348,12 +348,16 @@ class FleetClient(LoraVerbs):
             GetFleet(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller), None, DEFAULT_PATIENCE
         )
 
-    async def history(self, limit: int = 20, *, deadline_s: float = QUESTION_DEADLINE_S) -> HistoryView:
-        """The newest ops of the controllers' journal. Cancel: leaves nothing.
+    async def history(
+        self, limit: int = 20, *, of_op_id: str | None = None, deadline_s: float = QUESTION_DEADLINE_S
+    ) -> HistoryView:
+        """The newest ops of the controllers' journal; or that one, with its report. Cancel: leaves nothing.
 
-        Raises: as pause; WrongStateError: the controller keeps none.
+        Raises: as pause; WrongStateError: the controller keeps none. FaultError: it has no such op (any more).
         """
-        request = GetHistory(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller, limit=limit)
+        request = GetHistory(
+            op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller, limit=limit, of_op_id=of_op_id
+        )
         last = await self._converse(request, None, DEFAULT_PATIENCE)
         if not isinstance(last, HistoryView):
             raise BrokenError(CONTROLLER, "answered a question about its journal with something else")

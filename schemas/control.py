@@ -203,9 +203,13 @@ class TransferFleet(Request, frozen=True, kw_only=True, tag="transfer"):
 
 
 class GetHistory(Request, frozen=True, kw_only=True, tag="history"):
-    """Ask for the newest `limit` ops of the journal. Answered with `HistoryView`."""
+    """Ask for the newest `limit` ops of the journal, or for one and its report. Answered with `HistoryView`.
+
+    Refused with `unknown_op` when the journal doesn't have that one (any more).
+    """
 
     limit: int = 20
+    of_op_id: OpId | None = None
 
 
 ControlRequest = (
@@ -353,11 +357,12 @@ class HistoryItem(Wire, frozen=True, kw_only=True):
 
 
 class HistoryView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="history"):
-    """The newest ops of a namespace, newest first."""
+    """The newest ops of a namespace, newest first; or one, with the `report` that its caller got (None: it runs)."""
 
     namespace: Token
     term: int
     items: tuple[HistoryItem, ...]
+    report: Report | None = None
 
 
 class OpAccepted(Wire, frozen=True, kw_only=True, tag_field="kind", tag="accepted"):

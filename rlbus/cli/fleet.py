@@ -317,6 +317,9 @@ def status(
 
 
 def history(
+    op_id: Annotated[
+        str | None, typer.Argument(metavar="[OP]", help="Show this one, with the outcome on every worker.")
+    ] = None,
     url: Url = None,
     namespace: Namespace = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", help="How many.", min=1, max=256)] = 20,
@@ -330,7 +333,7 @@ def history(
     out = Output(json)
 
     async def work(fleet: FleetClient) -> ExitCode:
-        view = await fleet.history(limit, deadline_s=_deadline(deadline, QUESTION_DEADLINE_S))
+        view = await fleet.history(limit, of_op_id=op_id, deadline_s=_deadline(deadline, QUESTION_DEADLINE_S))
         if json:
             out.document(view)
         else:

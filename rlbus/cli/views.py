@@ -116,13 +116,15 @@ def lora_text(lora: LoraResult) -> str:
 
 
 def show_history(out: Output, view: HistoryView) -> None:
-    """One line per op, newest first."""
+    """One line per op, newest first; of one that was asked for, also how it ended on each worker."""
     if not view.items:
         out.line(f"nothing was done yet in namespace {view.namespace}")
         return
     now = time.time()
     head = ("BEGAN", "OP", "ID", "BY", "TERM", "STATUS", "WORKERS", "VERSION", "SECONDS", "NOTE")
     out.table(head, [_history_row(item, now) for item in view.items])
+    if view.report is not None:
+        show_report(out, view.report)
 
 
 def _history_row(item: HistoryItem, now: float) -> Sequence[str]:

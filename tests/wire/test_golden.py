@@ -335,8 +335,8 @@ EXAMPLES += (
             term=7, op_id="op-7", loras=(FLEET_LORA,), past=(s.PastRevision(name="policy", revision=6, checksum=SHA),)
         ),
     ),
-    (s.ControlRequest, s.GetHistory(**ASKED, limit=5)),
-    (s.ControlReply, s.HistoryView(namespace="prod", term=4, items=(HISTORY_ITEM,))),
+    (s.ControlRequest, s.GetHistory(**ASKED, limit=5, of_op_id="op-3")),
+    (s.ControlReply, s.HistoryView(namespace="prod", term=4, items=(HISTORY_ITEM,), report=REPORT)),
     (
         s.JournalEntry,
         s.JournalEntry(

@@ -278,6 +278,7 @@ def test_the_journal_says_who_began_it_and_who_settled_it() -> None:
         ]
         assert view.items[1].num_ok == view.items[1].num_workers == 2
         assert len((await stage.client.history(1)).items) == 1
+        assert view.report is None
 
     play([worker(1), worker(2)], scenario)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from rlbus.controller.takeover import PHASE
+from rlbus.errors import FaultError
 from rlbus.schemas import Command, CommitWeights, OpStatus, ResumeGeneration, Version
 from rlbus.testing import Faults, MemoryTransport
 from tests.unit.controller.failover_stage import Stage, play
@@ -37,3 +38,19 @@ def test_a_version_is_reported_when_the_next_leader_would_know_it(dies: bool) ->
         assert (report.status is OpStatus.OK) is (not dies)
 
     play([worker(1)], scenario)
+
+
+def test_how_an_op_ended_on_each_worker_is_in_the_journal() -> None:
+    """`rlbus history OP`, also of the next leader: the report that the caller got."""
+
+    async def scenario(stage: Stage) -> None:
+        report = await stage.update(6)
+        assert (await stage.client.history(of_op_id=report.op_id)).report == report
+        stage.kill(stage.processes[0])
+        await stage.leader()
+        view = await stage.client.history(of_op_id=report.op_id)
+        assert (view.report, [i.op_id for i in view.items]) == (report, [report.op_id])
+        with pytest.raises(FaultError, match="the journal has no op nonsense"):
+            await stage.client.history(of_op_id="nonsense")
+
+    play([worker(1), worker(2)], scenario)

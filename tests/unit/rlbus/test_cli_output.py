@@ -274,6 +274,10 @@ def test_history_shows_who_did_what_and_what_was_taken_over(capsys: pytest.Captu
     assert all(text in second for text in ("failed", "1.50", "taken over by term 9", "its controller died"))
     show_history(Output(False), HistoryView(namespace="n", term=9, items=()))
     assert "nothing was done yet in namespace n" in capsys.readouterr().out
+    outcomes = (WorkerOutcome(worker=WorkerId("backend/1"), outcome=Outcome.UNDONE, phase="pause"),)
+    report = Report(op_id="o1", op="pause", status=OpStatus.FAILED, outcomes=outcomes, phases_s={}, took_s=1.5)
+    show_history(Output(False), HistoryView(namespace="n", term=9, items=(ended,), report=report))
+    assert "backend/1  UNDONE   pause" in capsys.readouterr().out
 
 
 def test_an_update_that_nobody_ends_is_told_with_the_way_out() -> None:
