@@ -12,7 +12,6 @@ from typing import Any
 
 from rlbus.schemas import (
     QUERY_ROUTES,
-    WHOLE,
     AbortRequest,
     AbortWeights,
     ApplyUpdate,
@@ -396,7 +395,7 @@ def _clean(state: WorkerState, version: Version) -> WorkerState:
 
 def _applied(state: WorkerState, body: ApplyUpdate, event: Ended) -> WorkerState:
     session = state.session
-    if session is None or session.before.state in WHOLE:
+    if session is None or session.before.state is WeightsState.CLEAN:
         return state
     brought = {spec.name: spec for spec in (*session.tensors, *described(body.info))}
     return replace(state, session=replace(session, tensors=tuple(brought.values())))

@@ -5,7 +5,6 @@ from typing import Protocol, cast
 
 from rlbus.errors import FaultError
 from rlbus.schemas import (
-    WHOLE,
     ApplyUpdate,
     FaultCode,
     FinishUpdate,
@@ -87,12 +86,13 @@ async def _give_up_open(engine: Engine, around: Surroundings) -> None:
 
 
 def _check_heals(engine: Engine, state: WorkerState) -> None:
-    """Weights that were torn before are whole only if everything came. Raises UpdateFailedError: the update is closed,
-    and they stay torn.
+    """Weights that were torn are whole again only if everything came; with unknown ones a part makes a mixture.
+
+    Raises: UpdateFailedError: the update is closed, and they are torn.
     """
     assert state.session is not None
     before, tensors = state.session.before, state.session.tensors
-    if before.state in WHOLE:
+    if before.state is WeightsState.CLEAN:
         return
     try:
         engine.check_manifest(tensors)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,17 @@ from rlbus.workers.described import described
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
 from rlbus.workers.engines.native import NATIVE_ROUTES
-from rlbus.workers.testing import Rig, code_of, on_worker, updated, worker_on_bus
+from rlbus.workers.ledger import Ledger
+from rlbus.workers.testing import (
+    COMPONENT,
+    INSTANCE_ID,
+    NAMESPACE,
+    Rig,
+    code_of,
+    on_worker,
+    updated,
+    worker_on_bus,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -178,6 +189,32 @@ def test_torn_weights_are_not_healed_by_a_part_of_the_model(body: ApplyUpdate) -
         assert weights(rig) == (WeightsState.CLEAN, V2)
 
     on_worker(scenario, {"update_native": {1: failing(after_parts=1)}})
+
+
+def test_unknown_weights_get_no_name_from_a_part_of_the_model(tmp_path: Path) -> None:
+    """A restarted worker: with a part of a new version in it the engine has a mixture that nobody ever had."""
+
+    async def main() -> None:
+        for life in (1, 2):
+            ledger = Ledger.open(tmp_path, NAMESPACE, COMPONENT, INSTANCE_ID)
+            assert ledger is not None
+            with ledger:
+                async with worker_on_bus(FakeEngine(routes=ROUTES | NATIVE_ROUTES), ledger=ledger) as rig:
+                    if life == 1:
+                        await updated(rig, V1)
+                        continue
+                    assert rig.agent.state.weights.state is WeightsState.UNKNOWN
+                    await begun(rig)
+                    assert (await rig.send(brings_whole(2, num_tensors=1))).status is ResultStatus.OK
+                    result = await rig.send(FinishUpdate(version=V2))
+                    assert (result.status, code_of(result)) == (ResultStatus.FAILED, FaultCode.TRANSFER_FAILED)
+                    assert weights(rig) == (WeightsState.DIRTY, None)
+                    await rig.send(StartUpdate())
+                    await rig.send(brings_whole(2))
+                    assert (await rig.send(FinishUpdate(version=V2))).status is ResultStatus.OK
+                    assert weights(rig) == (WeightsState.CLEAN, V2)
+
+    run(main())
 
 
 @pytest.mark.parametrize(
