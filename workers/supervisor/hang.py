@@ -27,7 +27,7 @@ class HangLimits:
     """
 
     # When the silence is said, in the log.
-    seen_s: float = 1.25
+    seen_s: float = 1.0
     # When the process is ended: stopped by a signal; waiting; computing.
     stopped_s: float = 3.0
     idle_s: float | None = 10.0

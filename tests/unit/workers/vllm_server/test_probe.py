@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from rlbus.testing import run
+from rlbus.workers.supervisor.beats import BEAT_S
+from rlbus.workers.supervisor.hang import LOOK_S, HangLimits, Kind, Seen, Watch
 from rlbus.workers.vllm_server.probe import ASK_EVERY_S, PATIENCE_S, Probe
 
 pytestmark = pytest.mark.unit
@@ -65,3 +67,34 @@ def test_error_is_an_answer() -> None:
         asking.cancel()
 
     run(main())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+def test_core_that_hangs_is_named_within_2_s(after_s: float) -> None:
+    """Issue 3, 1.7: from its last answer over the beats of its server to the words of the supervisor."""
+
+    async def main() -> float:
+        core, heard_s = Core(), [0.0]
+        loop = asyncio.get_running_loop()
+        probe = Probe(core)
+        asking = asyncio.ensure_future(probe.run())
+        watch = Watch(HangLimits(), loop.time())
+
+        async def beat() -> None:
+            while True:
+                if probe.answers:
+                    heard_s[0] = loop.time()
+                await asyncio.sleep(BEAT_S)
+
+        beating = asyncio.ensure_future(beat())
+        loop.call_later(10.0 + after_s, core.is_free.clear)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            verdict = watch.look(Seen(loop.time(), heard_s[0], is_stopped=False, is_runnable=False, cpu_s=0.0))
+            if verdict is not None:
+                asking.cancel()
+                beating.cancel()
+                assert verdict.kind is Kind.SILENT
+                return loop.time() - 10.0 - after_s
+
+    assert run(main()) < 2.0
