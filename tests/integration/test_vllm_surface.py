@@ -15,11 +15,22 @@ from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus
 from rlbus.schemas import Announcement, WorkerMessage
 from rlbus.server import EmbeddedServer
+from rlbus.workers.system.vllm import vllm_endpoints
 from rlbus.workers.torch_lm.make import make_tiny_model
+from rlbus.workers.vllm_server.guards import GUARDED_PATHS
 
 # A start takes 25 s on 2 cores, and 80 s when others use them, too.
 LIMIT_S = 240.0
 TOKEN = "right"
+# POST routes of vLLM 0.32 that neither generate nor change the engine.
+LEFT_TO_VLLM = {
+    "/tokenize",
+    "/detokenize",
+    "/ping",
+    "/is_scaling_elastic_ep",
+    "/v1/messages/count_tokens",
+    "/v1/responses/{response_id}/cancel",
+}
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20))
 pytestmark = [
     pytest.mark.integration,
@@ -41,6 +52,7 @@ def test_an_orchestrator_of_dynamos_steers_a_real_vllm(tmp_path: Path) -> None:
             env = {k: v for k, v in os.environ.items() if not k.startswith("RLBUS_")}
             env |= {"RLBUS_URL": server.url, "XDG_STATE_HOME": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""}
             env |= {"RLBUS_SYSTEM_TOKEN": TOKEN, "RLBUS_WEIGHT_ROOTS": str(tmp_path)}
+            env |= {"VLLM_SERVER_DEV_MODE": "1"}  # with all of vLLM's own routes
             command = ["worker", "vllm", str(model), "--small", "--instance-id", "7", *OPTIONS]
             with (tmp_path / "log").open("wb") as log:
                 process = await asyncio.create_subprocess_exec(
@@ -61,6 +73,10 @@ def test_an_orchestrator_of_dynamos_steers_a_real_vllm(tmp_path: Path) -> None:
     async def steer(client: httpx.AsyncClient) -> None:
         assert (await client.post("/engine/pause_generation", json={})).status_code == 401
         client.headers["authorization"] = f"Bearer {TOKEN}"
+        schema = (await client.get("/openapi.json")).json()
+        posts = {path for path, verbs in schema["paths"].items() if "post" in verbs}
+        assert {"/pause", "/v1/completions"} <= posts
+        assert posts - GUARDED_PATHS - {e.path for e in vllm_endpoints()} <= LEFT_TO_VLLM
         before = await tokens(client)
         await ok(client, "liveness_probe")
         await ok(client, "pause_generation", {"mode": "keep"})

@@ -67,6 +67,8 @@ def vllm_endpoints() -> list[Endpoint]:
         "/weight_checker": weights.check,
         "/collective_rpc": weights.rpc,
         "/init_broadcaster": weights.no_broadcaster,
+        "/scale_elastic_ep": _supervised,
+        "/fault_tolerance/apply": _supervised,
         "/v1/load_lora_adapter": _load_adapter,
         "/v1/unload_lora_adapter": _unload_adapter,
     }
@@ -95,6 +97,12 @@ async def _resume(call: Call) -> Response:
     nothing(call)
     await call.do(ResumeGeneration())
     return JSONResponse({"status": "resumed"})
+
+
+async def _supervised(call: Call) -> Response:
+    """Answered, and not left to vLLM's own routes: the group of an update is formed for ranks that would change."""
+    why = "a worker's ranks are fixed, and its supervisor restarts what fails; start it anew to change them"
+    raise wrong(why, HTTPStatus.NOT_IMPLEMENTED)
 
 
 async def _is_paused(call: Call) -> Response:

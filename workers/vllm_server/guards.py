@@ -22,8 +22,21 @@ _log = logging.getLogger("rlbus.workers")
 DRAIN_S = 1.0
 # Where vLLM's `generate` takes the request's id (0.32).
 REQUEST_ID_INDEX = 2
-# OpenAI routes whose requests are guarded from their arrival on.
-GUARDED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+# Routes that generate (all of vLLM 0.32), whose requests are guarded from their arrival on.
+GUARDED_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/cohere/v2/chat",
+        "/inference/v1/generate",
+        "/generative_scoring",
+        "/invocations",
+        "/v1/systemone",
+    }
+)
 
 Abort = Callable[[str], Awaitable[None]]
 

@@ -178,6 +178,8 @@ def test_an_engine_without_the_routes_says_501() -> None:
         ("/collective_rpc", {"method": "reload_weights", "args": ["/x"]}, 400, "args"),
         ("/collective_rpc", {}, 400, "method"),
         ("/init_broadcaster", {}, 501, "NCCL"),
+        ("/scale_elastic_ep", {"new_data_parallel_size": 2}, 501, "start it anew"),
+        ("/fault_tolerance/apply", {}, 501, "its supervisor"),
         ("/v1/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path"),
         ("/v1/unload_lora_adapter", {"lora_name": "a", "force": True}, 400, "force"),
     ],
