@@ -19,29 +19,21 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     Generation,
-    GroupPlan,
-    JoinedData,
     PausedData,
     PauseMode,
-    RankSpan,
-    ReceivedData,
-    TensorSpec,
-    TensorSum,
-    Version,
 )
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.rpc import DynamoRpc
 from rlbus.workers.dynamo.surface import Began, Surface
 from rlbus.workers.dynamo.tensors import model_tensors
-from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.found import Found
-from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.peer_http import Peer, PeerClient
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, RankOutcome
 from rlbus.workers.vllm_server.updates import CALL_S, Updates
+from rlbus.workers.vllm_server.updating import UpdatingEngine
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -78,7 +70,7 @@ class EngineOptions:
     run_dir: str | None = None
 
 
-class DynamoEngine:
+class DynamoEngine(UpdatingEngine):
     """One Dynamo worker; see `Engine` for what each method promises.
 
     Args:
@@ -97,6 +89,7 @@ class DynamoEngine:
         outlived: Began | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        super().__init__()
         self._listed = listed
         self._options = EngineOptions() if options is None else options
         self._world_size = 1 if listed.world_size is None else listed.world_size
@@ -105,8 +98,6 @@ class DynamoEngine:
         self._rpc = DynamoRpc(self._surface)
         self._calls = EngineCalls(self._rpc, self._world_size)
         self._exchange: Exchange | None = None
-        self._updates: Updates | None = None
-        self._expected: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
         self._found: Found | None = None
         self._outlived = outlived
@@ -363,57 +354,12 @@ class DynamoEngine:
 
     # --- weights
 
-    def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
-        """See `Engine`."""
-        assert self._expected is not None, "the route isn't advertised without it"
-        self._expected.check(tensors)
-
-    async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
-        """See `Engine`."""
-        return await self._ready().join(plan, span)
-
-    async def leave_group(self) -> None:
-        """See `Engine`."""
-        await self._ready().leave()
-
-    async def receive_weights(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
-        """See `Engine`."""
-        return await self._ready().receive(order, on_ready, on_progress)
-
-    async def finish_update(self, version: Version) -> None:
-        """See `Engine`."""
-        await self._ready().finish(version)
-
-    async def abort_update(self) -> None:
-        """See `Engine`. Torn weights are labelled so."""
-        await self._ready().abort()
-
-    async def check_checkpoint(self, path: str) -> None:
-        """See `Engine`. Read here: Dynamo's worker has to see the folder under the same path."""
-        await self._ready().check_folder(path)
-
-    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
-        """See `Engine`."""
-        return await read_sums(path)
-
-    async def load_weights(self, path: str, version: Version) -> None:
-        """See `Engine`."""
-        await self._ready().load(path, version)
-
-    async def label_weights(self, version: Version) -> None:
-        """See `LabelEngine`."""
-        await self._ready().label(version)
-
     async def checksums(self) -> ChecksumsData:
         """See `Engine`; as vLLM's own, computed by our transfer backend. Cancel: the ranks go on computing them."""
         if "get_weight_checksums" not in self.info.routes:
             raise refused(FaultCode.NO_ROUTE, "Dynamo has no checksums; rlbus' transfer backend in its vLLM would")
         outcomes = await self._ask_ranks(CHECKSUMS)
         return checksums_data(pair for outcome in outcomes for pair in outcome.digests.items())
-
-    def _ready(self) -> Updates:
-        assert self._updates is not None, "the engine isn't started, or is closed"
-        return self._updates
 
 
 def _engine_id(request_id: str) -> str:

@@ -15,22 +15,14 @@ from rlbus.schemas import (
     ChecksumsData,
     FaultCode,
     Generation,
-    GroupPlan,
-    JoinedData,
     PausedData,
     PauseMode,
-    RankSpan,
-    ReceivedData,
     SleepData,
     SleepTag,
-    TensorSpec,
-    TensorSum,
-    Version,
 )
-from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.sleep import SLEEP_ROUTES
-from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import Pausing
@@ -38,12 +30,12 @@ from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_grpc.weights import GrpcWeights
 from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.engine import CHECKSUM_S, UNLABELLED
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, clear_left
 from rlbus.workers.vllm_server.model import expected_of
 from rlbus.workers.vllm_server.updates import TORN, Updates
+from rlbus.workers.vllm_server.updating import UpdatingEngine
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -56,7 +48,7 @@ GLANCE_EVERY_S = 2.0
 LEAVE_S = 5.0
 
 
-class VllmGrpcEngine:
+class VllmGrpcEngine(UpdatingEngine):
     """One `vllm-rs` server; see `Engine` for what each method promises. The server isn't ours: it outlives this.
 
     Args:
@@ -75,6 +67,7 @@ class VllmGrpcEngine:
         run_dir: str | None = None,
         connect_s: float = CONNECT_S,
     ) -> None:
+        super().__init__()
         self._control = control
         self._completions_url = completions_url
         self._run_dir = run_dir
@@ -84,8 +77,6 @@ class VllmGrpcEngine:
         self._sleeping = Sleeping(control, self._calls, self._pausing)
         self._exchange: Exchange | None = None
         self._weights: GrpcWeights | None = None
-        self._updates: Updates | None = None
-        self._expected: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
         self._found: Found | None = None
         self._next_glance_s = 0.0
@@ -241,47 +232,6 @@ class VllmGrpcEngine:
 
     # --- weights
 
-    def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
-        """See `Engine`."""
-        assert self._expected is not None, "the route isn't advertised without it"
-        self._expected.check(tensors)
-
-    async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
-        """See `Engine`."""
-        return await self._ready().join(plan, span)
-
-    async def leave_group(self) -> None:
-        """See `Engine`."""
-        await self._ready().leave()
-
-    async def receive_weights(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
-        """See `Engine`."""
-        return await self._ready().receive(order, on_ready, on_progress)
-
-    async def finish_update(self, version: Version) -> None:
-        """See `Engine`."""
-        await self._ready().finish(version)
-
-    async def abort_update(self) -> None:
-        """See `Engine`. Torn weights are labelled so."""
-        await self._ready().abort()
-
-    async def check_checkpoint(self, path: str) -> None:
-        """See `Engine`."""
-        await self._ready().check_folder(path)
-
-    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
-        """See `Engine`."""
-        return await read_sums(path)
-
-    async def load_weights(self, path: str, version: Version) -> None:
-        """See `Engine`."""
-        await self._ready().load(path, version)
-
-    async def label_weights(self, version: Version) -> None:
-        """See `LabelEngine`."""
-        await self._ready().label(version)
-
     async def checksums(self) -> ChecksumsData:
         """vLLM's own, as the ranks compute them: see `VllmEngine.checksums`. Cancel: they go on computing."""
         weights = self._weights
@@ -308,10 +258,6 @@ class VllmGrpcEngine:
             raise
         except FaultError as exc:
             _log.debug("the engine is busy: %s", exc)
-
-    def _ready(self) -> Updates:
-        assert self._updates is not None, "the engine isn't started, or is closed"
-        return self._updates
 
 
 def _spellings(request_ids: Sequence[str]) -> list[str]:

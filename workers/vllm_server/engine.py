@@ -17,26 +17,18 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     Generation,
-    GroupPlan,
-    JoinedData,
     PausedData,
     PauseMode,
-    RankSpan,
-    ReceivedData,
     SleepData,
     SleepTag,
-    TensorSpec,
-    TensorSum,
     Version,
 )
-from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
-from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
@@ -45,6 +37,7 @@ from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.native import PassedNative
 from rlbus.workers.vllm_server.sleeping import Sleeping
 from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
+from rlbus.workers.vllm_server.updating import UpdatingEngine
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -56,7 +49,7 @@ BACKENDS = ("gloo", "rlbus")
 CHECKSUM_S = 600.0
 
 
-class VllmEngine:
+class VllmEngine(UpdatingEngine):
     """One vLLM server; see `Engine` for what each method promises.
 
     The updates' routes are there only if the server was configured for them: over a group if its weight transfer
@@ -82,6 +75,7 @@ class VllmEngine:
         guards: Guards | None = None,
         models: Any = None,
     ) -> None:
+        super().__init__()
         self._llm = llm
         self._guards = Guards() if guards is None else guards
         if sees_requests and not self._guards.is_wrapped:
@@ -106,8 +100,6 @@ class VllmEngine:
         self._passed = PassedNative(llm, self._calls)
         self._native: NativeEngine = self._passed
         self._exchange: Exchange | None = None
-        self._updates: Updates | None = None
-        self._expected: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
 
     @property
@@ -321,32 +313,15 @@ class VllmEngine:
         await self._sleeping.wake_up(tags)
         return SleepData(asleep=in_order(await self._sleeping.asleep()))
 
-    def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
-        """See `Engine`."""
-        assert self._expected is not None, "the route isn't advertised without it"
-        self._expected.check(tensors)
-
-    async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
-        """See `Engine`."""
-        return await self._ready().join(plan, span)
-
-    async def leave_group(self) -> None:
-        """See `Engine`."""
-        await self._ready().leave()
-
-    async def receive_weights(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
-        """See `Engine`."""
-        return await self._ready().receive(order, on_ready, on_progress)
-
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
-        await self._ready().finish(version)
+        await super().finish_update(version)
         await self._restore_loras()
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
         await self._passed.abort()
-        await self._ready().abort()
+        await super().abort_update()
         await self._restore_loras()
 
     # --- an update that somebody else's trainer drives: over our backend a group like any other, else vLLM's own
@@ -375,22 +350,10 @@ class VllmEngine:
 
     # --- from disk, and what there is
 
-    async def check_checkpoint(self, path: str) -> None:
-        """See `Engine`."""
-        await self._ready().check_folder(path)
-
-    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
-        """See `Engine`."""
-        return await read_sums(path)
-
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`."""
-        await self._ready().load(path, version)
+        await super().load_weights(path, version)
         await self._restore_loras()
-
-    async def label_weights(self, version: Version) -> None:
-        """See `LabelEngine`."""
-        await self._ready().label(version)
 
     async def checksums(self) -> ChecksumsData:
         """vLLM's own, by its fused parameter names, cut to 64 bits; on a CPU without the linear layers, which vLLM
@@ -432,10 +395,6 @@ class VllmEngine:
     def _with_loras(self) -> VllmLoras:
         assert self._loras is not None, "the routes aren't advertised without it"
         return self._loras
-
-    def _ready(self) -> Updates:
-        assert self._updates is not None, "the engine isn't started, or is closed"
-        return self._updates
 
     def _requests(self) -> dict[str, str] | None:
         """Internal -> external id of every request in flight; None if there are others that this process can't see."""

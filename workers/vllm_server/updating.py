@@ -1,0 +1,66 @@
+"""The half of `Engine` about weights that all engines with a vLLM behind them share: `Updates` does it."""
+
+from collections.abc import Sequence
+
+from rlbus.schemas import GroupPlan, JoinedData, RankSpan, ReceivedData, TensorSpec, TensorSum, Version
+from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.folder_sums import read_sums
+from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
+from rlbus.workers.vllm_server.updates import Updates
+
+
+class UpdatingEngine:
+    """Base of an adapter; see `Engine` for what each method promises.
+
+    The adapter's `start` sets `_updates`, and `_expected` if it knows what the model consists of: only then it
+    advertises the routes. A folder is read here, so the engine has to see it under the same path.
+    """
+
+    def __init__(self) -> None:
+        self._updates: Updates | None = None
+        self._expected: ExpectedTensors | None = None
+
+    def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
+        """See `Engine`."""
+        assert self._expected is not None, "the route isn't advertised without it"
+        self._expected.check(tensors)
+
+    async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
+        """See `Engine`."""
+        return await self._ready().join(plan, span)
+
+    async def leave_group(self) -> None:
+        """See `Engine`."""
+        await self._ready().leave()
+
+    async def receive_weights(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
+        """See `Engine`."""
+        return await self._ready().receive(order, on_ready, on_progress)
+
+    async def finish_update(self, version: Version) -> None:
+        """See `Engine`."""
+        await self._ready().finish(version)
+
+    async def abort_update(self) -> None:
+        """See `Engine`. Torn weights are labelled so."""
+        await self._ready().abort()
+
+    async def check_checkpoint(self, path: str) -> None:
+        """See `Engine`."""
+        await self._ready().check_folder(path)
+
+    async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
+        """See `Engine`."""
+        return await read_sums(path)
+
+    async def load_weights(self, path: str, version: Version) -> None:
+        """See `Engine`."""
+        await self._ready().load(path, version)
+
+    async def label_weights(self, version: Version) -> None:
+        """See `LabelEngine`."""
+        await self._ready().label(version)
+
+    def _ready(self) -> Updates:
+        assert self._updates is not None, "the engine isn't started, or is closed"
+        return self._updates
