@@ -8,7 +8,7 @@ import typer
 
 from rlbus.cli.options import Json
 from rlbus.cli.run import Component, InstanceId, NoRestart, SystemHost, SystemPort, WeightRoots, _Worker
-from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, _verbosity, headers_of, key_of
+from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, beside, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError
 
@@ -86,7 +86,7 @@ def worker_vllm_grpc(
         worker.run(make)
         return
     where = ["--target", str(target), *(["--tls"] if tls else []), *(["--http-url", http_url] if http_url else [])]
-    _beside(worker, [*where, *arguments])
+    beside(worker, "vllm-grpc", [*where, *arguments])
 
 
 def _check(server: list[str] | None, target: str | None, *, no_restart: bool) -> None:
@@ -114,24 +114,6 @@ def _peer(target: str, tls: bool, key: str | None, headers: dict[str, str]) -> "
     return Peer.of(f"{'https' if tls else 'http'}://{target}", api_key=key, headers=headers)
 
 
-def _beside(worker: _Worker, arguments: list[str]) -> None:
-    """The agent of a server that runs, as a process that is started again."""
-
-    async def serve(bus_config: BusConfig, named: "Named") -> int:
-        from rlbus.workers.supervisor.worker import supervise_worker
-        from rlbus.workers.vllm_grpc.supervisor import agent_command
-
-        return await supervise_worker(
-            agent_command(arguments, _verbosity()),
-            bus_config=bus_config,
-            named=named,
-            weight_roots=worker.roots,
-            on_ready=lambda pid: worker.tell(pid, "is up; Ctrl-C ends it"),
-        )
-
-    worker.run_supervised(serve)
-
-
 def _with_server(worker: _Worker, server: list[str], arguments: list[str], is_small: bool) -> None:
     """A server and its agent, each a process that is started again."""
 
@@ -144,7 +126,7 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], is_sm
             arguments,
             bus_config=bus_config,
             named=named,
-            verbosity=_verbosity(),
+            verbosity=verbosity(),
             advertise_host=local_address_towards(bus_config.servers[0]),
             weight_roots=worker.roots,
             is_small=is_small,

@@ -118,22 +118,23 @@ def worker_vllm_http(
         return
     if api_key_env is not None:
         arguments += ["--api-key-env", api_key_env]
-    _beside(worker, ["--url", url, *arguments])
+    beside(worker, "vllm-http", ["--url", url, *arguments])
 
 
-def _verbosity() -> int:
+def verbosity() -> int:
+    """Of the processes that are started from here: as that of this one."""
     return 2 if logging.getLogger().level <= logging.DEBUG else 0
 
 
-def _beside(worker: _Worker, arguments: list[str]) -> None:
-    """The agent of a server that runs, as a process that is started again."""
+def beside(worker: _Worker, kind: str, arguments: list[str]) -> None:
+    """The agent of a server that runs, `rlbus worker <kind>`, as a process that is started again."""
 
     async def serve(bus_config: BusConfig, named: "Named") -> int:
         from rlbus.workers.supervisor.worker import supervise_worker
         from rlbus.workers.vllm_http.supervisor import agent_command
 
         return await supervise_worker(
-            agent_command(arguments, _verbosity()),
+            agent_command(kind, arguments, verbosity()),
             bus_config=bus_config,
             named=named,
             weight_roots=worker.roots,
@@ -160,7 +161,7 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], key: 
             bus_config=bus_config,
             named=named,
             is_cpu_build=is_cpu_build(),
-            verbosity=_verbosity(),
+            verbosity=verbosity(),
             advertise_host=advertise_host,
             api_key=key,
             weight_roots=worker.roots,

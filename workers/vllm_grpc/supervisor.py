@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rlbus.config import ENV_NAMES, BusConfig
@@ -19,8 +18,7 @@ from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_en
 from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, stop_signal
-from rlbus.workers.supervisor.worker import Build, own_command
-from rlbus.workers.vllm_http.supervisor import LOST, Pair, kept_port, run_pair
+from rlbus.workers.vllm_http.supervisor import LOST, Pair, agent_command, kept_port, run_pair
 from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST, RUN_DIR
 from rlbus.workers.vllm_server.command import DEFAULT_TRANSFER, HOST, PLUGIN, option_value, small_machine_env
 
@@ -28,17 +26,6 @@ from rlbus.workers.vllm_server.command import DEFAULT_TRANSFER, HOST, PLUGIN, op
 BINARY_ENV = "VLLM_RUST_FRONTEND_PATH"
 _PORT, _GRPC_PORT, _HOST, _UDS, _PYTHON = "--port", "--grpc-port", "--host", "--uds", "--python"
 _TLS, _TRANSFER = "--ssl-certfile", "--weight-transfer-config"
-
-
-def agent_command(arguments: Sequence[str], verbosity: int) -> Build:
-    """The command of the agent, with a folder of its own for what the server's ranks answer in."""
-    inner = own_command(("vllm-grpc", *arguments), verbosity)
-
-    def build(env: Mapping[str, str], run_dir: str) -> WorkerCommand:
-        command = inner(env, run_dir)
-        return replace(command, env={**command.env, RUN_DIR: run_dir})
-
-    return build
 
 
 def binary(environ: Mapping[str, str]) -> str:
@@ -107,7 +94,7 @@ def pair_of(
     near = {"0.0.0.0": HOST, "::": "::1"}.get(host, host)
     shown = advertise_host if near != host and advertise_host else near
     where = ("--target", f"{_bracketed(near)}:{grpc_port}", "--http-url", f"http://{_bracketed(shown)}:{http_port}")
-    agent = agent_command((*where, *arguments), verbosity)(agent_env, run_dir)
+    agent = agent_command("vllm-grpc", (*where, *arguments), verbosity)(agent_env, run_dir)
     # The server gives signs of life to nobody: the agent asks it how it is.
     argv = (binary_path, "serve", *front, "--", *engine)
     return Pair(server=WorkerCommand(argv, env, beats=False), agent=agent)

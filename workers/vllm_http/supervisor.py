@@ -50,9 +50,9 @@ class Pair:
     agent: WorkerCommand
 
 
-def agent_command(arguments: Sequence[str], verbosity: int) -> Build:
-    """The command of the agent, with a folder of its own for what the server's processes answer in."""
-    inner = own_command(("vllm-http", *arguments), verbosity)
+def agent_command(kind: str, arguments: Sequence[str], verbosity: int) -> Build:
+    """The command of an agent, `rlbus worker <kind>`, with a folder of its own for what the server answers in."""
+    inner = own_command((kind, *arguments), verbosity)
 
     def build(env: Mapping[str, str], run_dir: str) -> WorkerCommand:
         command = inner(env, run_dir)
@@ -108,7 +108,7 @@ def pair_of(
         run_dir=run_dir,
     )
     key = api_key or option_value(options, _KEY) or environ.get(VLLM_KEY_ENV) or ""
-    agent = agent_command(("--url", url, "--api-key-env", KEY_ENV, *arguments), verbosity)(
+    agent = agent_command("vllm-http", ("--url", url, "--api-key-env", KEY_ENV, *arguments), verbosity)(
         {**agent_env, KEY_ENV: key}, run_dir
     )
     if host in WILDCARDS and advertise_host is not None:
