@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from rlbus.cli.options import Json, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
 from rlbus.cli.services import log_as_service
-from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of
+from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
 from rlbus.errors import BrokenError
 
@@ -73,76 +74,122 @@ def worker_dynamo(
 
     New ones are adopted as they appear, and those that vanish leave. Start them with `--enable-rl`.
     """
-    out = Output(json)
     log_as_service()
     # One line for each of their calls would be most of the log.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    roots = tuple(str(Path(root).absolute()) for root in weight_root or ())
-    folder = None if model_dir is None else model_dir.absolute()
+    adoption = _Adoption(
+        out=Output(json),
+        discovery=tuple(discovery or ()),
+        url=tuple(url or ()),
+        bus=bus,
+        namespace=namespace,
+        component=component,
+        roots=tuple(str(Path(root).absolute()) for root in weight_root or ()),
+        model_dir=None if model_dir is None else model_dir.absolute(),
+        transfer=transfer,
+        system_host=system_host,
+        system_port=system_port,
+        api_key_env=api_key_env,
+        header=tuple(header or ()),
+        trust_host=tuple(trust_host or ()),
+    )
+    run_command(adoption.out, adoption.serve if no_restart else adoption.supervise)
 
-    def where() -> "Where":
-        from rlbus.workers.dynamo.run import Where
 
-        found = Where(discovery or (), url or (), component, key_of(api_key_env), headers_of(header), trust_host or ())
-        found.sources()  # what is wrong is said now, and not by another process
-        return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adoption:
+    """What the command was given, checked when it is used: what is wrong is said now, and not by another process."""
 
-    def tell(pid: int) -> None:
-        if json:
-            out.document({"namespace": config().namespace, "pid": os.getpid(), "worker_pid": pid})
-        out.line(f"adopts Dynamo's workers into namespace {config().namespace}; Ctrl-C ends it")
+    out: Output
+    discovery: tuple[str, ...]
+    url: tuple[str, ...]
+    bus: str | None
+    namespace: str | None
+    component: str | None
+    roots: tuple[str, ...]
+    model_dir: Path | None
+    transfer: bool | None
+    system_host: str | None
+    system_port: int | None
+    api_key_env: str | None
+    header: tuple[str, ...]
+    trust_host: tuple[str, ...]
 
-    def config() -> BusConfig:
-        return BusConfig.from_env(url=bus, namespace=namespace)
-
-    def system() -> "SystemConfig":
-        from rlbus.workers.dynamo.run import checked_system
-        from rlbus.workers.system.settings import SystemConfig
-
-        return checked_system(SystemConfig.from_env(host=system_host, port=system_port))
-
-    async def serve() -> ExitCode:
+    async def serve(self) -> ExitCode:
+        """Adopt them here."""
         from rlbus.workers.config import AgentConfig
         from rlbus.workers.dynamo.engine import EngineOptions
-        from rlbus.workers.dynamo.run import serve as serve_dynamo
+        from rlbus.workers.dynamo.run import serve
         from rlbus.workers.dynamo.supervisor import sidecar_state_dir
 
-        await serve_dynamo(
-            config(),
-            where(),
-            config=AgentConfig.from_env(weight_roots=roots or None, state_dir=sidecar_state_dir()),
-            options=EngineOptions(folder, transfer),
-            system=system(),
-            on_ready=lambda: tell(os.getpid()),
+        await serve(
+            self._config(),
+            self._where(),
+            config=AgentConfig.from_env(weight_roots=self.roots or None, state_dir=sidecar_state_dir()),
+            options=EngineOptions(self.model_dir, self.transfer),
+            system=self._system(),
+            on_ready=lambda: self._tell(os.getpid()),
             on_change=lambda text: typer.echo(f"rlbus: {text}", err=True),
         )
         return ExitCode.OK
 
-    async def supervise() -> ExitCode:
+    async def supervise(self) -> ExitCode:
+        """Adopt them in a process that is started again."""
         from rlbus.connecting import connect_bus
-        from rlbus.workers.dynamo.supervisor import supervise as supervise_dynamo
+        from rlbus.workers.dynamo.supervisor import supervise
 
-        where()
-        system()
-        given = (("--discovery", discovery), ("--url", url), ("--header", header), ("--trust-host", trust_host))
-        arguments = [part for name, values in given for value in values or () for part in (name, value)]
-        single: list[tuple[str, object]] = [("--component", component), ("--model-dir", folder)]
-        single += [("--api-key-env", api_key_env), ("--system-host", system_host), ("--system-port", system_port)]
-        arguments += [part for name, value in single if value is not None for part in (name, str(value))]
-        if transfer is not None:
-            arguments.append("--transfer" if transfer else "--no-transfer")
-        await (await connect_bus(config(), name="rlbus-worker")).aclose()
+        self._where()
+        self._system()
+        await (await connect_bus(self._config(), name="rlbus-worker")).aclose()
         is_told: list[int] = []
 
         def on_ready(pid: int) -> None:
             if not is_told:
-                tell(pid)
+                self._tell(pid)
             is_told.append(pid)
 
-        verbosity = 2 if logging.getLogger().level <= logging.DEBUG else 0
-        code = await supervise_dynamo(arguments, verbosity, bus_config=config(), weight_roots=roots, on_ready=on_ready)
+        code = await supervise(
+            self._arguments(), verbosity(), bus_config=self._config(), weight_roots=self.roots, on_ready=on_ready
+        )
         if code != 0:
-            out.error(BrokenError("the sidecar of Dynamo", "it died again and again; its output above says why"))
+            self.out.error(BrokenError("the sidecar of Dynamo", "it died again and again; its output above says why"))
         return ExitCode(code) if code in (ExitCode.OK, ExitCode.USAGE) else ExitCode.FAILED
 
-    run_command(out, serve if no_restart else supervise)
+    def _where(self) -> "Where":
+        from rlbus.workers.dynamo.run import Where
+
+        key, headers = key_of(self.api_key_env), headers_of(list(self.header))
+        found = Where(self.discovery, self.url, self.component, key, headers, self.trust_host)
+        found.sources()
+        return found
+
+    def _config(self) -> BusConfig:
+        return BusConfig.from_env(url=self.bus, namespace=self.namespace)
+
+    def _system(self) -> "SystemConfig":
+        from rlbus.workers.dynamo.run import checked_system
+        from rlbus.workers.system.settings import SystemConfig
+
+        return checked_system(SystemConfig.from_env(host=self.system_host, port=self.system_port))
+
+    def _arguments(self) -> list[str]:
+        given = (
+            ("--discovery", self.discovery),
+            ("--url", self.url),
+            ("--header", self.header),
+            ("--trust-host", self.trust_host),
+        )
+        arguments = [part for name, values in given for value in values for part in (name, value)]
+        single: list[tuple[str, object]] = [("--component", self.component), ("--model-dir", self.model_dir)]
+        single += [("--api-key-env", self.api_key_env), ("--system-host", self.system_host)]
+        single += [("--system-port", self.system_port)]
+        arguments += [part for name, value in single if value is not None for part in (name, str(value))]
+        if self.transfer is not None:
+            arguments.append("--transfer" if self.transfer else "--no-transfer")
+        return arguments
+
+    def _tell(self, pid: int) -> None:
+        namespace = self._config().namespace
+        if self.out.is_json:
+            self.out.document({"namespace": namespace, "pid": os.getpid(), "worker_pid": pid})
+        self.out.line(f"adopts Dynamo's workers into namespace {namespace}; Ctrl-C ends it")

@@ -55,9 +55,9 @@ def test_what_was_given_reaches_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> 
     assert done.exit_code == ExitCode.OK, done.output
     ((bus_config, where, how),) = seen
     assert (bus_config.url, bus_config.namespace) == (BUS[1], "prod")
-    assert (where.discovery, where.system_urls, where.component) == (["http://a:1"], ["http://b:2"], "decode")
+    assert (where.discovery, where.system_urls, where.component) == (("http://a:1",), ("http://b:2",), "decode")
     assert (where.api_key, where.headers) == ("sesame", {"X-Tenant": "blue"})
-    assert where.trusted_hosts == ["c"]
+    assert where.trusted_hosts == ("c",)
     assert how["config"].weight_roots == ("/weights",)
     assert how["config"].state_dir is not None
     assert (str(how["options"].model_dir), how["options"].has_transfer) == ("/m", False)
