@@ -48,6 +48,16 @@ def worker_dynamo(
         typer.Option("--model-dir", metavar="DIR", help="Checkpoint of the model, if its name isn't its folder."),
     ] = None,
     transfer: Transfer = None,
+    max_loras: Annotated[
+        int | None,
+        typer.Option(
+            "--max-loras",
+            metavar="N",
+            min=1,
+            help="Adapters that each worker has room for (its own --max-loras; on a CPU one less). "
+            "Dynamo doesn't tell; without it they are given none.",
+        ),
+    ] = None,
     system_host: SystemHost = None,
     system_port: Annotated[
         int | None,
@@ -111,7 +121,7 @@ def worker_dynamo(
             config(),
             where(),
             config=AgentConfig.from_env(weight_roots=roots or None, state_dir=sidecar_state_dir()),
-            options=EngineOptions(folder, transfer),
+            options=EngineOptions(folder, transfer, max_loras=max_loras),
             system=system(),
             on_ready=lambda: tell(os.getpid()),
             on_change=lambda text: typer.echo(f"rlbus: {text}", err=True),
@@ -128,6 +138,7 @@ def worker_dynamo(
         arguments = [part for name, values in given for value in values or () for part in (name, value)]
         single: list[tuple[str, object]] = [("--component", component), ("--model-dir", folder)]
         single += [("--api-key-env", api_key_env), ("--system-host", system_host), ("--system-port", system_port)]
+        single += [("--max-loras", max_loras)]
         arguments += [part for name, value in single if value is not None for part in (name, str(value))]
         if transfer is not None:
             arguments.append("--transfer" if transfer else "--no-transfer")

@@ -30,8 +30,10 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.dynamo.listing import Listed
+from rlbus.workers.dynamo.loras import NEEDED, DynamoLoras, TakesLoras
+from rlbus.workers.dynamo.loras import ROUTES as LORA_ROUTES
 from rlbus.workers.dynamo.rpc import DynamoRpc
-from rlbus.workers.dynamo.surface import Began, Surface
+from rlbus.workers.dynamo.surface import Began, DynamoError, Surface
 from rlbus.workers.dynamo.tensors import model_tensors
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
 from rlbus.workers.engines.found import Found
@@ -58,6 +60,11 @@ _PAUSE, _RESUME, _FLUSH, _ABORT = "pause_generation", "resume_generation", "flus
 _DISK, _DISTRIBUTED = "update_weights_from_disk", "update_weights_from_distributed"
 _GROUP = frozenset({"init_weights_update_group", _DISTRIBUTED})
 # Without a label nobody could tell later which weights there are.
+# A request that was answered a moment ago may still count: how long a pause waits for that, in seconds.
+LORAS_END_S = 1.0
+LORAS_POLL_S = 0.1
+# Dynamo's words.
+_LORAS_RUN = "with active LoRA requests"
 _PROBE, _LABELS = "liveness_probe", frozenset({"get_weight_version", "set_weight_version"})
 
 
@@ -69,6 +76,7 @@ class EngineOptions:
         model_dir: the folder of the model's checkpoint, if `model` in the descriptor isn't it.
         has_transfer: whether the workers' vLLM has rlbus's transfer backend. None asks those of one rank; one of
             several isn't asked, since a question that its vLLM doesn't understand leaves its ranks out of step.
+        max_loras: how many adapters a worker has room for, which Dynamo doesn't say; None: none are given to it.
         run_dir: parent of the folder through which engine and sidecar exchange what HTTP can't; has to be the same on
             both. None is the system's temporary folder.
     """
@@ -76,9 +84,10 @@ class EngineOptions:
     model_dir: Path | None = None
     has_transfer: bool | None = None
     run_dir: str | None = None
+    max_loras: int | None = None
 
 
-class DynamoEngine:
+class DynamoEngine(TakesLoras):
     """One Dynamo worker; see `Engine` for what each method promises.
 
     Args:
@@ -108,6 +117,7 @@ class DynamoEngine:
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
+        self._loras = None
         self._found: Found | None = None
         self._outlived = outlived
         # When the worker's process began; None if it doesn't say.
@@ -148,6 +158,8 @@ class DynamoEngine:
         if is_torn is None:
             self._updates = self._make_updates(self._exchange, has_transfer=False)
         is_paused = await self._surface.is_paused() if _DISK in listed.routes else None
+        if self._options.max_loras and listed.routes >= NEEDED and await self._surface.has_loras():
+            self._loras = DynamoLoras(self._surface, self._calls, capacity=self._options.max_loras)
         self._found = Found(await self._label(), is_paused is True, is_torn is True)
         self._info = EngineInfo(
             engine="dynamo",
@@ -172,6 +184,8 @@ class DynamoEngine:
             found.add(_DISK)
         if has_transfer:
             found |= {_DISTRIBUTED, "get_weight_checksums"}
+        if self._loras is not None:
+            found |= LORA_ROUTES
         return frozenset(found)
 
     def _make_updates(self, exchange: Exchange, *, has_transfer: bool) -> Updates:
@@ -290,7 +304,7 @@ class DynamoEngine:
     # --- generation
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
-        """See `Engine`. Dynamo refuses `keep` while requests of adapters run. It doesn't count requests.
+        """See `Engine`. Dynamo refuses `keep` while requests of adapters run (busy). It doesn't count requests.
 
         Cancel: the engine is, or becomes, paused, a wait among it: Dynamo goes on without its caller.
         """
@@ -303,7 +317,20 @@ class DynamoEngine:
         return PausedData()
 
     async def _pause(self, mode: PauseMode, clear_cache: bool, limit_s: float) -> None:
-        await self._surface.call(_PAUSE, {"mode": mode.value, "clear_cache": clear_cache}, limit_s)
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + LORAS_END_S
+        while True:
+            try:
+                await self._surface.call(_PAUSE, {"mode": mode.value, "clear_cache": clear_cache}, limit_s)
+                break
+            except DynamoError as exc:
+                said = exc.fault.detail.get("problem", "")
+                if _LORAS_RUN not in said:
+                    raise
+                if loop.time() >= ends_s:
+                    text = f"Dynamo: {said}; pause with wait or abort, or when they have ended"
+                    raise refused(FaultCode.BUSY, text) from exc
+            await asyncio.sleep(LORAS_POLL_S)
         self._commanded = Generation.PAUSED
 
     async def resume(self) -> None:
