@@ -78,6 +78,8 @@ for _name in ("transforms", "transforms.functional", "transforms.v2", "transform
     setattr(sys.modules[_parent], _child, _module)
 transforms.InterpolationMode = _Modes()
 '''
+# Without it a worker has no list of its adapters, and loads none.
+LORA_ENV = {"DYN_LORA_ENABLED": "true"}
 # Without one Dynamo's front end doesn't serve a model.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -192,6 +194,12 @@ def system_port() -> int:
             sock.bind(("127.0.0.1", port))
             return port
     raise AssertionError("none of 100 ports is free")
+
+
+def lora_options(num_places: int) -> tuple[str, ...]:
+    """Options of a worker that takes so many adapters."""
+    places = ("--max-loras", str(num_places), "--max-cpu-loras", str(num_places))
+    return ("--enable-lora", *places, "--max-lora-rank", "8")
 
 
 def completion_body(model: str, prompt: tuple[int, ...], num_tokens: int, *, stream: bool = False) -> dict[str, object]:
