@@ -178,9 +178,11 @@ class Dynamo:
             return answer.is_success and bool(answer.json()["data"])
         return False
 
-    def tokens(self, num_tokens: int = 12, prompt: tuple[int, ...] = (5, 6, 7, 8)) -> list[int]:
-        """What the front end generates greedily."""
-        body = completion_body(str(self.model), prompt, num_tokens)
+    def tokens(
+        self, num_tokens: int = 12, prompt: tuple[int, ...] = (5, 6, 7, 8), model: str | None = None
+    ) -> list[int]:
+        """What the front end generates greedily, as `model` (an adapter's name); None: as the base model."""
+        body = completion_body(model or str(self.model), prompt, num_tokens)
         answer = httpx.post(f"{self.http_url}/v1/completions", json=body, timeout=60.0, trust_env=False)
         assert answer.is_success, answer.text
         found: list[int] = answer.json()["nvext"]["engine_data"]["completion_token_ids"]
