@@ -139,7 +139,9 @@ class LoraBook:
         if isinstance(request, LoadLoraFleet) and parts is not None:
             self.give(*parts, request.checksum)
             outcomes = () if report is None else report.outcomes
-            if outcomes and all(o.outcome is Outcome.OK for o in outcomes) and not request.is_catch_up:
+            # Those whom it was for.
+            own = [o for o in outcomes if not (request.where_possible and o.outcome is Outcome.SKIPPED)]
+            if own and all(o.outcome is Outcome.OK for o in own) and not request.is_catch_up:
                 self.add(fleet_lora(request, parts[1], entry.item.began_at))
                 evicted = () if report is None or report.lora is None else report.lora.evicted
                 self.remove(evicted, request.op_id)

@@ -11,6 +11,7 @@ from rlbus.controller.causes import fault
 from rlbus.controller.line import Line
 from rlbus.controller.lora_book import fleet_lora, revisions_on
 from rlbus.controller.lora_state import shows
+from rlbus.controller.lora_where import spared, with_spared
 from rlbus.controller.loras import Loras
 from rlbus.controller.op import Op
 from rlbus.controller.registry import Registry
@@ -57,7 +58,11 @@ class LoraTakeOver(TakeOver):
         elif isinstance(request, UnloadLoraFleet):
             await self._settle_unload(request)
         await self._free(may_be_old=True)
-        return msgspec.structs.replace(self._report(), lora=self._result)
+        report = msgspec.structs.replace(self._report(), lora=self._result)
+        if not isinstance(request, LoadLoraFleet):
+            return report
+        left_out = spared(self._registry.addressable(request.target), request)
+        return with_spared(report, [one for one in left_out if one.worker not in self._entry.members])
 
     async def _settle_load(self, request: LoadLoraFleet) -> None:
         parts = split_lora_id(self._entry.item.what or "")

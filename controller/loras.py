@@ -15,6 +15,7 @@ from rlbus.controller.lora_book import LoraBook, fleet_lora, revisions_on
 from rlbus.controller.lora_run import LoadRun, UnloadRun, evicted
 from rlbus.controller.lora_state import LoadPlan, LoadState
 from rlbus.controller.lora_unload import UnloadPlan
+from rlbus.controller.lora_where import check_routes, chosen, spared, with_spared
 from rlbus.controller.op import Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive
 from rlbus.controller.registry import Member
@@ -33,9 +34,6 @@ from rlbus.schemas import (
 )
 
 _log = logging.getLogger("rlbus.controller")
-
-LORA_ROUTES = ("load_lora", "unload_lora", "list_loras")
-PAUSE_ROUTES = ("pause_generation", "resume_generation")
 
 
 class Loras:
@@ -75,12 +73,12 @@ class Loras:
 
     def load(self, request: LoadLoraFleet, reply: str | None, name: str) -> Fault | None:
         """Begin to load; why it isn't begun."""
-        members = self._registry.addressable(request.target)
+        addressed = self._registry.addressable(request.target)
+        members, left_out = chosen(addressed, request), spared(addressed, request)
         is_hot_swap = request.hot_swap and all(_can_hot_swap(m) for m in members)
-        routes = LORA_ROUTES if is_hot_swap or request.is_catch_up else LORA_ROUTES + PAUSE_ROUTES
-        for route in routes:
-            if (missing := admission.check_route(members, route)) is not None:
-                return missing
+        missing = check_routes(members, request, with_pause=not is_hot_swap and not request.is_catch_up)
+        if missing is not None:
+            return missing
         if (sleeping := admission.check_awake(members)) is not None:
             return sleeping
         revision = request.revision or self.book.next_revision(request.name, [m.status for m in members])
@@ -116,7 +114,7 @@ class Loras:
             report = await run.run()
             gone = () if report.lora is None else report.lora.evicted
             await self._delete([request.source, *(one.source for i, one in before.items() if i in gone)])
-            return report
+            return with_spared(report, left_out)
 
         record = self._record(request, name, members, what=plan.id, held=held)
         self._desk.begin(op, reply, work, is_mutation=True, record=record)

@@ -56,6 +56,7 @@ class LoraVerbs:
         checksum: str | None = None,
         hot_swap: bool = False,
         evict_idle: bool = False,
+        where_possible: bool = False,
         pause_mode: PauseMode | str = PauseMode.KEEP,
         deadline_s: float = LOAD_DEADLINE_S,
         op_id: str | None = None,
@@ -71,6 +72,8 @@ class LoraVerbs:
             checksum: of the files, for a shared folder that can't be read here; else it is computed.
             hot_swap: replace the newest older revision in its place without a pause, if every engine can do that.
             evict_idle: where all places are taken, idle older revisions of the name make room.
+            where_possible: only on workers whose engine takes adapters; the others have the outcome `skipped`. Without
+                it the load is refused if one takes none.
 
         Raises: as `FleetClient.pause`; CapacityError: a worker has no room. AdapterError: the folder is no adapter.
             ConfigError: a name or number is wrong, or the server has no store.
@@ -92,6 +95,7 @@ class LoraVerbs:
             pause_mode=_mode(pause_mode),
             hot_swap=hot_swap,
             evict_idle=evict_idle,
+            where_possible=where_possible,
         )
         return await self._run(request, on_progress, check)
 

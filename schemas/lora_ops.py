@@ -12,7 +12,9 @@ class LoadLoraFleet(Request, frozen=True, kw_only=True, tag="lora_load"):
     `revision` None: the name's next one. The same name@revision again needs the same checksum. All are paused
     meanwhile, unless `hot_swap` is asked for and every engine can do it: then the newest older revision is replaced in
     its place while they generate. `evict_idle` as in the command `LoadLora`. `is_catch_up`: only for workers that lack
-    what the fleet has; nobody is paused, nothing is taken back from the others.
+    what the fleet has; nobody is paused, nothing is taken back from the others. `where_possible`: only for those of
+    the target whose engine takes adapters; the others have the outcome `skipped`. Without it one such worker makes it
+    a refusal.
     """
 
     name: LoraName
@@ -24,6 +26,7 @@ class LoadLoraFleet(Request, frozen=True, kw_only=True, tag="lora_load"):
     hot_swap: bool = False
     evict_idle: bool = False
     is_catch_up: bool = False
+    where_possible: bool = False
 
 
 class UnloadLoraFleet(Request, frozen=True, kw_only=True, tag="lora_unload"):

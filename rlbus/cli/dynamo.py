@@ -49,6 +49,16 @@ def worker_dynamo(
         typer.Option("--model-dir", metavar="DIR", help="Checkpoint of the model, if its name isn't its folder."),
     ] = None,
     transfer: Transfer = None,
+    max_loras: Annotated[
+        int | None,
+        typer.Option(
+            "--max-loras",
+            metavar="N",
+            min=1,
+            help="Adapters that each worker has room for (its own --max-loras; on a CPU one less). "
+            "Dynamo doesn't tell; without it they are given none.",
+        ),
+    ] = None,
     system_host: SystemHost = None,
     system_port: Annotated[
         int | None,
@@ -87,6 +97,7 @@ def worker_dynamo(
         roots=tuple(str(Path(root).absolute()) for root in weight_root or ()),
         model_dir=None if model_dir is None else model_dir.absolute(),
         transfer=transfer,
+        max_loras=max_loras,
         system_host=system_host,
         system_port=system_port,
         api_key_env=api_key_env,
@@ -109,6 +120,7 @@ class _Adoption:
     roots: tuple[str, ...]
     model_dir: Path | None
     transfer: bool | None
+    max_loras: int | None
     system_host: str | None
     system_port: int | None
     api_key_env: str | None
@@ -126,7 +138,7 @@ class _Adoption:
             self._config(),
             self._where(),
             config=AgentConfig.from_env(weight_roots=self.roots or None, state_dir=sidecar_state_dir()),
-            options=EngineOptions(self.model_dir, self.transfer),
+            options=EngineOptions(self.model_dir, self.transfer, max_loras=self.max_loras),
             system=self._system(),
             on_ready=lambda: self._tell(os.getpid()),
             on_change=lambda text: typer.echo(f"rlbus: {text}", err=True),
@@ -182,7 +194,7 @@ class _Adoption:
         arguments = [part for name, values in given for value in values for part in (name, value)]
         single: list[tuple[str, object]] = [("--component", self.component), ("--model-dir", self.model_dir)]
         single += [("--api-key-env", self.api_key_env), ("--system-host", self.system_host)]
-        single += [("--system-port", self.system_port)]
+        single += [("--system-port", self.system_port), ("--max-loras", self.max_loras)]
         arguments += [part for name, value in single if value is not None for part in (name, str(value))]
         if self.transfer is not None:
             arguments.append("--transfer" if self.transfer else "--no-transfer")

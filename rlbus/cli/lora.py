@@ -68,6 +68,10 @@ def load(
     evict_idle: Annotated[
         bool, typer.Option("--evict-idle", help="Where there is no room, idle older revisions of the name go.")
     ] = False,
+    where_possible: Annotated[
+        bool,
+        typer.Option("--where-possible", help="Leave out workers whose engine takes no adapters; else it is refused."),
+    ] = False,
     url: Url = None,
     namespace: Namespace = None,
     component: Components = None,
@@ -92,6 +96,7 @@ def load(
             checksum=checksum,
             hot_swap=hot_swap,
             evict_idle=evict_idle,
+            where_possible=where_possible,
             pause_mode=pause_mode,
             deadline_s=LOAD_DEADLINE_S if deadline is None else deadline,
             on_progress=on_progress,

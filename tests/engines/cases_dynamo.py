@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from rlbus.schemas import lora_id
 from rlbus.workers.engines.contract import EngineCase, Generated
 from tests.engines.cases_vllm import OpenedVllm
 from tests.peers import dynamo
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # A stream of tokens may be silent while the engine is paused, but not longer than a test.
 _SILENCE_S = 60.0
+_MAX_LORAS = 3
 
 
 class _Opened(OpenedVllm):
@@ -35,10 +37,56 @@ class _Opened(OpenedVllm):
     async def generate(
         self, prompt: tuple[int, ...], num_tokens: int, request_id: str, on_token: Callable[[], None] | None = None
     ) -> Generated:
-        body = dynamo.completion_body(self._model, prompt, num_tokens, stream=True)
+        return await self._ask(self._model, prompt, num_tokens, request_id, on_token)
+
+    async def save_adapter(self, folder: Path, number: int) -> Path:
+        from rlbus.workers.torch_lm.make import make_tiny_adapter
+
+        return make_tiny_adapter(folder, Path(self._model), seed=number)
+
+    async def generate_as(
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        num_tokens: int,
+        request_id: str,
+        on_token: Callable[[], None] | None = None,
+    ) -> Generated:
+        await self._until_front_end_knows()
+        try:
+            return await self._ask(model, prompt, num_tokens, request_id, on_token)
+        except httpx.HTTPStatusError as exc:
+            # The front end answers 404, or 500 for what the worker refused.
+            if model in await self._loras():
+                raise
+            raise LookupError(model) from exc
+
+    async def _until_front_end_knows(self) -> None:
+        """It hears of adapters a moment after they came or went."""
+        async with asyncio.timeout(_SILENCE_S):
+            while True:
+                shown = {model["id"] for model in (await self._http.get("/v1/models")).json()["data"]}
+                if shown - {self._model} == await self._loras():
+                    return
+                await asyncio.sleep(0.1)
+
+    async def _loras(self) -> set[str]:
+        listed = await self.engine.list_loras()
+        return {one.name if one.revision is None else lora_id(one.name, one.revision) for one in listed}
+
+    async def _ask(
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        num_tokens: int,
+        request_id: str,
+        on_token: Callable[[], None] | None,
+    ) -> Generated:
+        body = dynamo.completion_body(model, prompt, num_tokens, stream=True)
         tokens: tuple[int, ...] = ()
         finish = ""
         async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -84,11 +132,13 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     from rlbus.workers.peer_http import Peer
 
     async with dynamo.dynamo(folder, Programs(folder)) as fleet:
-        worker, url = fleet.start_worker("--weight-transfer-config", json.dumps({"backend": "gloo"}))
+        transfer = ("--weight-transfer-config", json.dumps({"backend": "gloo"}))
+        loras = dynamo.lora_options(_MAX_LORAS + 1)  # the last place has to stay empty on a CPU
+        worker, url = fleet.start_worker(*transfer, *loras, **dynamo.LORA_ENV)
         await asyncio.to_thread(fleet.until_listed, worker, url)
         (listed,) = parse_answer({"protocol_version": 1, "workers": fleet.listed()}).workers
         plane = TorchPlane("gloo")
-        engine = DynamoEngine(listed, Peer.of(url), EngineOptions(run_dir=str(folder)))
+        engine = DynamoEngine(listed, Peer.of(url), EngineOptions(run_dir=str(folder), max_loras=_MAX_LORAS))
         try:
             await engine.start()
             opened = _Opened(fleet, engine, plane, load_file(fleet.model / "model.safetensors"))

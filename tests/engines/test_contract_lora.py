@@ -19,6 +19,7 @@ from rlbus.workers.engines.contract_lora import (
     listed,
     loaded,
     loras,
+    newest,
     takes_loras,
     tokens_as,
 )
@@ -50,7 +51,7 @@ def test_adapter_is_listed_and_changes_what_its_name_generates(runner: CaseRunne
             assert (resident.name, resident.revision, resident.is_draining) == (NAME, 7, False)
             assert resident.num_in_flight in (0, None)
             adapted = await tokens_as(opened, f"{NAME}@7")
-            assert adapted == await tokens_as(opened, NAME) != base
+            assert adapted == await tokens_as(opened, newest(opened, 7)) != base
             assert await tokens(opened) == base
         assert await tokens(opened) == base
         for name in (NAME, f"{NAME}@7"):
@@ -69,14 +70,14 @@ def test_no_revision_is_served_the_cache_of_another(runner: CaseRunner, tmp_path
         for revision in (1, 2):
             await opened.engine.flush_cache()
             async with loaded(opened, tmp_path / "alone", revision):
-                alone.append(await tokens_as(opened, NAME, LONG_PROMPT))
+                alone.append(await tokens_as(opened, newest(opened, revision), LONG_PROMPT))
         assert len({base, *alone}) == 3
         async with loaded(opened, tmp_path, 1, 2):
             for _ in range(2):
                 assert await tokens_as(opened, f"{NAME}@2", LONG_PROMPT) == alone[1]
                 assert await tokens(opened, prompt=LONG_PROMPT) == base
                 assert await tokens_as(opened, f"{NAME}@1", LONG_PROMPT) == alone[0]
-                assert await tokens_as(opened, NAME, LONG_PROMPT) == alone[1]
+                assert await tokens_as(opened, newest(opened, 2), LONG_PROMPT) == alone[1]
 
     on_loras(runner, check)
 
@@ -102,10 +103,10 @@ def test_loading_again_changes_nothing(runner: CaseRunner, tmp_path: Path) -> No
 
     async def check(opened: OpenedLoraEngine) -> None:
         async with loaded(opened, tmp_path, 1):
-            expected = await tokens_as(opened, NAME)
+            expected = await tokens_as(opened, f"{NAME}@1")
             await loras(opened).load_lora(NAME, 1, tmp_path / "1")
             assert len(await listed(opened)) == 1
-            assert await tokens_as(opened, NAME) == expected
+            assert await tokens_as(opened, f"{NAME}@1") == expected
 
     on_loras(runner, check)
 
@@ -142,6 +143,8 @@ def test_unload_ends_the_requests_that_name_it_and_no_other(runner: CaseRunner, 
 
     async def check(opened: OpenedLoraEngine) -> None:
         engine, long = loras(opened), runner.case.long_tokens
+        if not engine.lora_info.ends_requests:
+            return
         async with loaded(opened, tmp_path, 1, 2):
             begun = [asyncio.Event(), asyncio.Event()]
             running = [
@@ -161,6 +164,32 @@ def test_unload_ends_the_requests_that_name_it_and_no_other(runner: CaseRunner, 
     on_loras(runner, check)
 
 
+def test_unload_that_ends_no_request_waits_for_it_and_lets_no_new_one_in(runner: CaseRunner, tmp_path: Path) -> None:
+    """Where an engine can't end them: those that run are whole, and none begins with other weights."""
+
+    async def check(opened: OpenedLoraEngine) -> None:
+        engine, long = loras(opened), runner.case.long_tokens
+        if engine.lora_info.ends_requests:
+            return
+        async with loaded(opened, tmp_path, 1, 2):
+            begun = asyncio.Event()
+            running = asyncio.ensure_future(opened.generate_as(f"{NAME}@1", (5, 6, 7), long, "whole", begun.set))
+            await begun.wait()
+            unloading = asyncio.ensure_future(engine.unload_lora(NAME, 1))
+            assert await tokens_as(opened, f"{NAME}@2")
+            assert not running.done()
+            assert not unloading.done()
+            with pytest.raises(LookupError):
+                await tokens_as(opened, f"{NAME}@1")
+            done = await running
+            assert (len(done.tokens), done.finish) == (long, "length")
+            assert await unloading in (1, None)
+            assert set(await listed(opened)) == {f"{NAME}@2"}
+            assert await engine.unload_lora(NAME, 1) in (0, None)
+
+    on_loras(runner, check)
+
+
 @pytest.mark.parametrize("what", ["missing", "truncated", "other config"])
 def test_files_that_are_no_adapter_change_nothing(runner: CaseRunner, tmp_path: Path, what: str) -> None:
     """Refused; the engine lives, and what was loaded stays."""
@@ -169,7 +198,7 @@ def test_files_that_are_no_adapter_change_nothing(runner: CaseRunner, tmp_path: 
         if runner.case.name == "fake" and what != "missing":
             return  # it reads no tensors
         async with loaded(opened, tmp_path, 1):
-            expected = await tokens_as(opened, NAME)
+            expected = await tokens_as(opened, f"{NAME}@1")
             bad = await opened.save_adapter(tmp_path / "bad", 2)
             if what == "missing":
                 (bad / "adapter_model.safetensors").unlink()
@@ -183,7 +212,7 @@ def test_files_that_are_no_adapter_change_nothing(runner: CaseRunner, tmp_path: 
                 await loras(opened).load_lora(NAME, 2, bad)
             assert caught.value.code is FaultCode.MANIFEST_MISMATCH
             assert set(await listed(opened)) == {f"{NAME}@1"}
-            assert await tokens_as(opened, NAME) == expected
+            assert await tokens_as(opened, f"{NAME}@1") == expected
 
     on_loras(runner, check)
 
@@ -212,17 +241,17 @@ def test_adapters_stay_over_an_update_of_the_base_weights(runner: CaseRunner, tm
     async def check(opened: OpenedLoraEngine) -> None:
         await update(opened, A)
         async with loaded(opened, tmp_path / "adapters", 1):
-            first = await tokens_as(opened, NAME)
+            first = await tokens_as(opened, newest(opened, 1))
             await update(opened, B)
             assert set(await listed(opened)) == {f"{NAME}@1"}
-            second = await tokens_as(opened, NAME)
+            second = await tokens_as(opened, newest(opened, 1))
             assert second != first
             await opened.save(tmp_path / "weights", A)
             async with paused(opened):
                 await opened.engine.load_weights(str(tmp_path / "weights"), A)
                 await opened.engine.flush_cache()
             assert set(await listed(opened)) == {f"{NAME}@1"}
-            assert await tokens_as(opened, NAME) == first
+            assert await tokens_as(opened, newest(opened, 1)) == first
 
     on_loras(runner, check)
 

@@ -78,6 +78,8 @@ for _name in ("transforms", "transforms.functional", "transforms.v2", "transform
     setattr(sys.modules[_parent], _child, _module)
 transforms.InterpolationMode = _Modes()
 '''
+# Without it a worker has no list of its adapters, and loads none.
+LORA_ENV = {"DYN_LORA_ENABLED": "true"}
 # Without one Dynamo's front end doesn't serve a model.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -176,9 +178,11 @@ class Dynamo:
             return answer.is_success and bool(answer.json()["data"])
         return False
 
-    def tokens(self, num_tokens: int = 12, prompt: tuple[int, ...] = (5, 6, 7, 8)) -> list[int]:
-        """What the front end generates greedily."""
-        body = completion_body(str(self.model), prompt, num_tokens)
+    def tokens(
+        self, num_tokens: int = 12, prompt: tuple[int, ...] = (5, 6, 7, 8), model: str | None = None
+    ) -> list[int]:
+        """What the front end generates greedily, as `model` (an adapter's name); None: as the base model."""
+        body = completion_body(model or str(self.model), prompt, num_tokens)
         answer = httpx.post(f"{self.http_url}/v1/completions", json=body, timeout=60.0, trust_env=False)
         assert answer.is_success, answer.text
         found: list[int] = answer.json()["nvext"]["engine_data"]["completion_token_ids"]
@@ -192,6 +196,12 @@ def system_port() -> int:
             sock.bind(("127.0.0.1", port))
             return port
     raise AssertionError("none of 100 ports is free")
+
+
+def lora_options(num_places: int) -> tuple[str, ...]:
+    """Options of a worker that takes so many adapters."""
+    places = ("--max-loras", str(num_places), "--max-cpu-loras", str(num_places))
+    return ("--enable-lora", *places, "--max-lora-rank", "8")
 
 
 def completion_body(model: str, prompt: tuple[int, ...], num_tokens: int, *, stream: bool = False) -> dict[str, object]:

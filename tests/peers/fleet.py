@@ -20,12 +20,12 @@ ANY_CODE = range(6)
 
 
 class Fleet:
-    """One namespace on a bus of its own. Its programs end with `programs`."""
+    """One namespace on a bus of its own. Its programs end with `programs`; `options` are those of `rlbus up`."""
 
-    def __init__(self, programs: Programs, folder: Path) -> None:
+    def __init__(self, programs: Programs, folder: Path, *options: str) -> None:
         self._programs = programs
         self._env = {"XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        up = programs.start("up", [sys.executable, "-m", "rlbus", "up", "--json"], clean_env(**self._env))
+        up = programs.start("up", [sys.executable, "-m", "rlbus", "up", *options, "--json"], clean_env(**self._env))
         self.url: str = up.document()["url"]
 
     def env(self, **more: str) -> dict[str, str]:

@@ -195,7 +195,8 @@ def test_an_adapter_goes_to_those_that_can_and_who_can_not_is_named(scene: Scene
     for who in (f"{HTTP} (vllm_http)", f"{GRPC} (vllm_grpc)", f"{scene.dynamo_worker} (dynamo)"):
         assert who in refused["message"]
     assert refused["message"].endswith(
-        f"don't serve load_lora; address those that do (--worker, --component): {PLUGIN} [no_route]"
+        f"don't serve load_lora; address those that do (--worker, --component): {PLUGIN}; "
+        "or load it only where that is possible (--where-possible) [no_route]"
     )
     assert {member["status"]["generation"] for member in scene.members().values()} == {"running"}
 

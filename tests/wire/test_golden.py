@@ -325,6 +325,7 @@ EXAMPLES += (
             hot_swap=True,
             evict_idle=True,
             is_catch_up=True,
+            where_possible=True,
         ),
     ),
     (s.ControlRequest, s.UnloadLoraFleet(**ASKED, name="policy", revision=7, drain_s=60.0, target=TARGET)),

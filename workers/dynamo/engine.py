@@ -23,8 +23,10 @@ from rlbus.schemas import (
     PauseMode,
 )
 from rlbus.workers.dynamo.listing import Listed
+from rlbus.workers.dynamo.loras import NEEDED, DynamoLoras, TakesLoras
+from rlbus.workers.dynamo.loras import ROUTES as LORA_ROUTES
 from rlbus.workers.dynamo.rpc import DynamoRpc
-from rlbus.workers.dynamo.surface import Began, Surface
+from rlbus.workers.dynamo.surface import Began, DynamoError, Surface
 from rlbus.workers.dynamo.tensors import model_tensors
 from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.found import Found
@@ -49,6 +51,11 @@ _PREFIXES = ("cmpl-", "chatcmpl-")
 _PAUSE, _RESUME, _FLUSH, _ABORT = "pause_generation", "resume_generation", "flush_cache", "abort_request"
 _DISK, _DISTRIBUTED = "update_weights_from_disk", "update_weights_from_distributed"
 _GROUP = frozenset({"init_weights_update_group", _DISTRIBUTED})
+# A request that was answered a moment ago may still count: how long a pause waits for that, in seconds.
+LORAS_END_S = 1.0
+LORAS_POLL_S = 0.1
+# Dynamo's words.
+_LORAS_RUN = "with active LoRA requests"
 # Without a label nobody could tell later which weights there are.
 _PROBE, _LABELS = "liveness_probe", frozenset({"get_weight_version", "set_weight_version"})
 
@@ -61,6 +68,7 @@ class EngineOptions:
         model_dir: the folder of the model's checkpoint, if `model` in the descriptor isn't it.
         has_transfer: whether the workers' vLLM has rlbus's transfer backend. None asks those of one rank; one of
             several isn't asked, since a question that its vLLM doesn't understand leaves its ranks out of step.
+        max_loras: how many adapters a worker has room for, which Dynamo doesn't say; None: none are given to it.
         run_dir: parent of the folder through which engine and sidecar exchange what HTTP can't; has to be the same on
             both. None is the system's temporary folder.
     """
@@ -68,9 +76,10 @@ class EngineOptions:
     model_dir: Path | None = None
     has_transfer: bool | None = None
     run_dir: str | None = None
+    max_loras: int | None = None
 
 
-class DynamoEngine(UpdatingEngine):
+class DynamoEngine(UpdatingEngine, TakesLoras):
     """One Dynamo worker; see `Engine` for what each method promises.
 
     Args:
@@ -99,6 +108,7 @@ class DynamoEngine(UpdatingEngine):
         self._calls = EngineCalls(self._rpc, self._world_size)
         self._exchange: Exchange | None = None
         self._info: EngineInfo | None = None
+        self._loras = None
         self._found: Found | None = None
         self._outlived = outlived
         # When the worker's process began; None if it doesn't say.
@@ -139,6 +149,8 @@ class DynamoEngine(UpdatingEngine):
         if is_torn is None:
             self._updates = self._make_updates(self._exchange, has_transfer=False)
         is_paused = await self._surface.is_paused() if _DISK in listed.routes else None
+        if self._options.max_loras and listed.routes >= NEEDED and await self._surface.has_loras():
+            self._loras = DynamoLoras(self._surface, self._calls, capacity=self._options.max_loras)
         self._found = Found(await self._label(), is_paused is True, is_torn is True)
         self._info = EngineInfo(
             engine="dynamo",
@@ -163,6 +175,8 @@ class DynamoEngine(UpdatingEngine):
             found.add(_DISK)
         if has_transfer:
             found |= {_DISTRIBUTED, "get_weight_checksums"}
+        if self._loras is not None:
+            found |= LORA_ROUTES
         return frozenset(found)
 
     def _make_updates(self, exchange: Exchange, *, has_transfer: bool) -> Updates:
@@ -281,7 +295,7 @@ class DynamoEngine(UpdatingEngine):
     # --- generation
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
-        """See `Engine`. Dynamo refuses `keep` while requests of adapters run. It doesn't count requests.
+        """See `Engine`. Dynamo refuses `keep` while requests of adapters run (busy). It doesn't count requests.
 
         Cancel: the engine is, or becomes, paused, a wait among it: Dynamo goes on without its caller.
         """
@@ -294,7 +308,20 @@ class DynamoEngine(UpdatingEngine):
         return PausedData()
 
     async def _pause(self, mode: PauseMode, clear_cache: bool, limit_s: float) -> None:
-        await self._surface.call(_PAUSE, {"mode": mode.value, "clear_cache": clear_cache}, limit_s)
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + LORAS_END_S
+        while True:
+            try:
+                await self._surface.call(_PAUSE, {"mode": mode.value, "clear_cache": clear_cache}, limit_s)
+                break
+            except DynamoError as exc:
+                said = exc.fault.detail.get("problem", "")
+                if _LORAS_RUN not in said:
+                    raise
+                if loop.time() >= ends_s:
+                    text = f"Dynamo: {said}; pause with wait or abort, or when they have ended"
+                    raise refused(FaultCode.BUSY, text) from exc
+            await asyncio.sleep(LORAS_POLL_S)
         self._commanded = Generation.PAUSED
 
     async def resume(self) -> None:

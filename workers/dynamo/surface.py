@@ -29,13 +29,16 @@ ROUTES = (
     "get_weight_version",
     "init_weights_update_group",
     "liveness_probe",
+    "load_lora",
     "pause_generation",
     "resume_generation",
     "set_weight_version",
+    "unload_lora",
     "update_weights_from_disk",
     "update_weights_from_distributed",
 )
 _DISK = "update_weights_from_disk"
+_LORAS = "/v1/loras"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,30 @@ class Surface:
     async def set_label(self, label: str, limit_s: float) -> None:
         """Label the weights. Cancel: Dynamo still does it."""
         await self.call("set_weight_version", {"weight_version": label}, limit_s)
+
+    async def has_loras(self) -> bool:
+        """Whether it lists its adapters, which it does with `DYN_LORA_ENABLED`; without it, it loads none. Cancel:
+        leaves nothing.
+        """
+        try:
+            await self.loras(ASK_S)
+        except PeerError as exc:
+            if exc.is_missing:
+                return False
+            raise
+        return True
+
+    async def loras(self, limit_s: float) -> frozenset[str]:
+        """The names of its adapters. Cancel: leaves nothing."""
+        try:
+            answer = await self._client.get(_LORAS, limit_s=limit_s)
+        except EngineDeadError as exc:
+            self.gone = exc.fault.message
+            raise
+        names = answer.get("loras") if isinstance(answer, dict) and answer.get("status") in _FINE else None
+        if not isinstance(names, dict):
+            raise _failed(_LORAS, f"answered without a list of adapters: {str(answer)[:80]}")
+        return frozenset(names)
 
     async def uptime_s(self, limit_s: float = ASK_S) -> float | None:
         """For how long the worker's process runs; None if it doesn't say. Cancel: leaves nothing."""

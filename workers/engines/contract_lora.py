@@ -47,6 +47,11 @@ def loras(opened: OpenedEngine) -> LoraEngine:
     return cast(LoraEngine, opened.engine)
 
 
+def newest(opened: OpenedEngine, revision: int) -> str:
+    """How a request names the newest revision, which is `revision`: by the plain name, if that is served."""
+    return NAME if loras(opened).lora_info.has_short_names else lora_id(NAME, revision)
+
+
 async def tokens_as(opened: OpenedLoraEngine, model: str, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
     """What the engine generates now for that model name. Cancel: the request is dropped, or goes on in the engine."""
     generated = await opened.generate_as(model, prompt, 12, f"lora-request-{next(_requests)}")

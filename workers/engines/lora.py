@@ -21,11 +21,15 @@ class LoraInfo:
 
     `capacity` is how many it holds at once. `can_drain`: it can refuse new requests for one adapter and count those in
     flight. `can_hot_swap`: it can put a revision in the place of another one without mixing their caches.
+    `ends_requests`: an unload ends the requests that name it; else it waits for them, and lets no new ones in.
+    `has_short_names`: "name" means its newest revision; else requests have to say "name@revision".
     """
 
     capacity: int
     can_drain: bool = True
     can_hot_swap: bool = False
+    ends_requests: bool = True
+    has_short_names: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class LoraEngine(Protocol):
 
     async def load_lora(self, name: str, revision: int, folder: Path, replaces: int | None = None) -> None:
         """Load the files of `folder`, which nobody changes and which stays until after the unload. When it returns,
-        requests can name "name@revision", and plain "name" means the newest revision that is loaded and not draining.
+        requests can name "name@revision", and plain "name" (with `has_short_names`) means the newest revision that is
+        loaded and not draining.
 
         `replaces` (only with `can_hot_swap`): takes the place of that revision, which is gone when this returns; its
         requests in flight go on with this one, their cached prefixes computed anew.
@@ -73,8 +78,9 @@ class LoraEngine(Protocol):
         ...
 
     async def unload_lora(self, name: str, revision: int) -> int | None:
-        """Let it go; requests in flight that name it are ended as by an abort, never continued with other weights: how
-        many those were, None if the engine can't say. One that isn't loaded is not an error.
+        """Let it go; requests in flight that name it are ended as by an abort (or, without `ends_requests`, waited
+        for), never continued with other weights: how many those were, None if the engine can't say. One that isn't
+        loaded is not an error.
 
         Cancel: it may be loaded or not; `list_loras` tells.
         """

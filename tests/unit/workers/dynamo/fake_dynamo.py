@@ -93,6 +93,10 @@ class FakeWorker:
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rpcs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # Its adapters and where they came from; None: it was started without `DYN_LORA_ENABLED`.
+    loras: dict[str, str] | None = None
+    # Adapters with requests, which end when this is set.
+    lora_requests: dict[str, asyncio.Event] = field(default_factory=dict)
     # Handlers that run.
     tasks: set["asyncio.Task[dict[str, Any]]"] = field(default_factory=set)
 
@@ -119,6 +123,8 @@ class FakeWorker:
     async def _run(self, route: str, handler: Callable[[Any], Any], body: dict[str, Any]) -> dict[str, Any]:
         if route in ("liveness_probe", "get_weight_version", "set_weight_version", "abort_request"):
             return self._ok(handler(body))
+        if route == "unload_lora":
+            return self._ok(await self._unload(body["lora_name"]))
         async with self.lock:
             if route in self.held:
                 await self.held[route].wait()
@@ -133,6 +139,8 @@ class FakeWorker:
     def _pause_generation(self, body: Any) -> str | None:
         if body["mode"] not in ("keep", "wait", "abort"):
             return "Invalid mode"
+        if body["mode"] == "keep" and self.lora_requests:
+            return f"Cannot pause generation in keep mode with active LoRA requests: {', '.join(self.lora_requests)}"
         self.is_paused = True
         return "Failed to reset the KV connector cache." if body["clear_cache"] and self.flush_fails else None
 
@@ -168,6 +176,28 @@ class FakeWorker:
         return self._rpc(body["engine_rpc"], {k: v for k, v in body.items() if k != "engine_rpc"})
 
     def _destroy_weights_update_group(self, body: Any) -> None:
+        return None
+
+    def _load_lora(self, body: Any) -> dict[str, Any] | str:
+        assert self.loras is not None
+        path = body["source"]["uri"].removeprefix("file://")
+        if not Path(path).is_dir():
+            return f"Failed to download LoRA: LoRA path does not exist: {path}"
+        self.loras.setdefault(body["lora_name"], path)
+        return {"status": "success", "lora_name": body["lora_name"], "lora_id": 7, "hot_swap": False}
+
+    def _unload_lora(self, body: Any) -> None:
+        return None  # see `_unload`
+
+    async def _unload(self, name: str) -> str | None:
+        assert self.loras is not None
+        if name not in self.loras:
+            return f"LoRA adapter '{name}' not found. Available LoRAs: {list(self.loras)}"
+        if name in self.lora_requests:
+            if self.is_paused:
+                return f"Cannot unload LoRA '{name}' while generation is paused with active requests; resume"
+            await self.lora_requests[name].wait()
+        del self.loras[name]
         return None
 
     def _rpc(self, method: str, kwargs: dict[str, Any]) -> str | None:
@@ -236,6 +266,10 @@ class FakeDynamo(httpx.AsyncBaseTransport):
             return httpx.Response(200, json=health)
         if path == "/metrics":
             return httpx.Response(200, text=worker.metrics())
+        if path == "/v1/loras" and request.method == "GET":
+            ids = None if worker.loras is None else dict.fromkeys(worker.loras, 7)
+            said = {"status": "success", "loras": ids, "count": len(ids or ())}
+            return httpx.Response(404) if ids is None else httpx.Response(200, json=said)
         body = json.loads(await request.aread() or b"{}")
         status, content = await worker.engine(path.removeprefix("/engine/"), body)
         return httpx.Response(status, content=content)

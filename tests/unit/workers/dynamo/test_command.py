@@ -50,7 +50,7 @@ def test_what_was_given_reaches_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(run_module, "serve", serve)
     options = ("--discovery", "http://a:1", "--url", "http://b:2", "--component", "decode", "--no-transfer")
     more = ["--header", "X-Tenant=blue", "--api-key-env", "SOME_KEY", "--weight-root", "/weights", "--model-dir", "/m"]
-    more += ["--trust-host", "c"]
+    more += ["--trust-host", "c", "--max-loras", "4"]
     done = invoke(*options, *more, "-n", "prod", "--no-restart", SOME_KEY="sesame")
     assert done.exit_code == ExitCode.OK, done.output
     ((bus_config, where, how),) = seen
@@ -61,6 +61,7 @@ def test_what_was_given_reaches_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> 
     assert how["config"].weight_roots == ("/weights",)
     assert how["config"].state_dir is not None
     assert (str(how["options"].model_dir), how["options"].has_transfer) == ("/m", False)
+    assert how["options"].max_loras == 4
     assert (how["system"].host, how["system"].port) == ("127.0.0.1", 0)
 
 
@@ -85,7 +86,7 @@ def test_the_supervised_process_is_given_the_same(monkeypatch: pytest.MonkeyPatc
     options = ["--discovery", "http://a:1", "--url", "http://b:2", "--header", "X-Tenant=blue"]
     options += ["--trust-host", "c", "--component", "decode"]
     options += ["--model-dir", "/m", "--api-key-env", "SOME_KEY", "--system-host", "::1", "--system-port", "-1"]
-    options += ["--transfer"]
+    options += ["--max-loras", "4", "--transfer"]
     done = invoke(*options, "--weight-root", "/weights", SOME_KEY="sesame")
     assert done.exit_code == ExitCode.OK, done.output
     assert seen == [options]
