@@ -173,7 +173,7 @@ def _daemon() -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        _remove(folder)
+        remove(folder)
         if left := traces.undo(before):
             raise SetupError("\n".join(("the daemon of these tests has ended, but left:", *left)))
 
@@ -203,8 +203,8 @@ def _wait_for(process: "subprocess.Popen[bytes]", host: str, log: Path) -> None:
             return
 
 
-def _remove(folder: Path) -> None:
-    """The daemon's folder, and what is still mounted below it."""
+def remove(folder: Path) -> None:
+    """A folder that root has made, first unmounting what is still mounted below it. Raises: OSError."""
     mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     for place in sorted((p for p in mounted if Path(p).is_relative_to(folder)), reverse=True):
         subprocess.run(("umount", "--lazy", place), check=False, capture_output=True, timeout=ASK_S)
