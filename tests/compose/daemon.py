@@ -1,5 +1,5 @@
 """A Docker daemon for the tests: the one that answers, or one of their own, which needs root, Debian's packages, and
-nothing that was there before. It keeps everything in a temporary folder, and is ended by its process id.
+nothing that was there before. It keeps everything in a temporary folder, is ended by its id, and leaves nothing.
 """
 
 import contextlib
@@ -13,8 +13,11 @@ from pathlib import Path
 
 import httpx
 
+from tests.compose import traces
+
 ROOT = Path(__file__).parents[2]
-ASK_S = 30.0
+# A command of Docker takes a tenth of a second; a thousand times that on a loaded machine has been seen.
+ASK_S = 120.0
 INSTALL_S = 600.0
 START_S = 60.0
 STOP_S = 60.0
@@ -107,7 +110,11 @@ def install(*programs: str) -> None:
 def docker() -> Iterator[Docker]:
     """Docker, for as long as inside. Raises: SetupError."""
     with contextlib.ExitStack() as stack:
-        host = _answering() or stack.enter_context(_daemon())
+        host = _answering()
+        if host is None:
+            install("docker", "dockerd", "docker-compose", "iptables", "ip")
+            # Where the system starts services, it has started the one that was just installed.
+            host = _answering() or stack.enter_context(_daemon())
         found = Docker(host, _compose_command())
         stack.callback(found.close)
         yield found
@@ -140,17 +147,20 @@ def _compose_command() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _daemon() -> Iterator[str]:
-    """A daemon of our own; yields where it listens."""
+    """A daemon of our own; yields where it listens. Raises: SetupError: it can't start, or something of it stays."""
     if os.geteuid() != 0:
         raise SetupError("no Docker daemon answers, and only root can start one; start one, or run this as root")
-    install("docker", "dockerd", "docker-compose", "iptables", "ip")
+    if others := _daemons():
+        # A second one would empty the firewall's chains of the first.
+        raise SetupError(f"dockerd runs as process {others[0]}, but doesn't answer: set {HOST} to where it listens")
+    before = traces.look()
     # Directly below /tmp, since the path of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="rlbus-docker-", dir="/tmp"))
     host = f"unix://{folder}/socket"
     places = ("--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid")
     log = folder / "log"
     with log.open("wb") as sink:
-        # Without docker0, which a daemon that somebody else runs may have: Compose makes a bridge of its own.
+        # Without docker0: Compose makes a bridge of its own, and a build needs none.
         argv = ("dockerd", *places, "--host", host, "--bridge", "none")
         process = subprocess.Popen(argv, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -163,7 +173,20 @@ def _daemon() -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        _remove(folder)
+        remove(folder)
+        if left := traces.undo(before):
+            raise SetupError("\n".join(("the daemon of these tests has ended, but left:", *left)))
+
+
+def _daemons() -> list[str]:
+    """Process ids of the daemons that share this machine's network: not those within containers."""
+    here = Path("/proc/self/ns/net").readlink()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (process / "comm").read_text().strip() == "dockerd" and (process / "ns/net").readlink() == here:
+                found.append(process.name)
+    return found
 
 
 def _wait_for(process: "subprocess.Popen[bytes]", host: str, log: Path) -> None:
@@ -180,8 +203,8 @@ def _wait_for(process: "subprocess.Popen[bytes]", host: str, log: Path) -> None:
             return
 
 
-def _remove(folder: Path) -> None:
-    """The daemon's folder, and what is still mounted below it."""
+def remove(folder: Path) -> None:
+    """A folder that root has made, first unmounting what is still mounted below it. Raises: OSError."""
     mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     for place in sorted((p for p in mounted if Path(p).is_relative_to(folder)), reverse=True):
         subprocess.run(("umount", "--lazy", place), check=False, capture_output=True, timeout=ASK_S)

@@ -12,12 +12,15 @@ from typing import Any
 import msgspec
 
 from rlbus.demo.events import Failed, StepDone, TrainerEvent
-from tests.compose.daemon import ASK_S, ROOT, Docker
+from tests.compose.daemon import ASK_S, ROOT, Docker, SetupError
 
 NAMESPACE = "demo"
 SERVICES = ("nats", "controller", "prefill", "decode")
 UP_S = 300.0
 DOWN_S = 120.0
+HEALTHY_S = 120.0
+# A trainer's 24 updates, with its start.
+TRAIN_S = 300.0
 POLL_S = 0.3
 TAIL_LINES = 40
 # What a trainer does that is to train until it is stopped.
@@ -109,11 +112,11 @@ class Fleet:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    def is_admitted(self, worker: str) -> bool:
-        """Whether a worker may be sent rollouts; False also while nobody can say."""
+    def admitted(self) -> dict[str, int]:
+        """World size by worker, of those that may be sent rollouts; empty also while nobody can say."""
         done = self.rlbus("status", "--json")
         members = json.loads(done.stdout)["members"] if done.returncode == 0 else []
-        return any(m["worker"] == worker and m["admitted"] for m in members)
+        return {m["worker"]: m["descriptor"]["world_size"] for m in members if m["admitted"]}
 
     def tails(self) -> list[tuple[str, str]]:
         """(service, the end of what it said), for the report of a failed test."""
@@ -121,8 +124,8 @@ class Fleet:
         for service in (*SERVICES, "model", "trainer"):
             try:
                 said = "\n".join(self.docker.outputs(self.container(service)))
-            except ValueError:
-                said = "(no container)"
+            except (ValueError, SetupError) as exc:
+                said = f"(no container: {exc})"
             found.append((service, "\n".join(line[:400] for line in said.splitlines()[-TAIL_LINES:])))
         return found
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.compose.daemon import ROOT, Docker, SetupError, install, run
+from tests.compose.daemon import ROOT, Docker, SetupError, install, remove, run
 
 DEFAULT_BASE = "python:3.11-slim-bookworm"
 OWN_BASE = "rlbus-base:bookworm"
@@ -76,10 +76,14 @@ def _debootstrap(archive: Path) -> None:
         raise SetupError(f"{DEFAULT_BASE} can't be pulled, and debootstrap needs root; set BASE_IMAGE, or be root")
     install("debootstrap")
     archive.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="rlbus-base-") as folder:
-        what = ("--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm", folder)
+    folder = Path(tempfile.mkdtemp(prefix="rlbus-base-"))
+    try:
+        what = ("--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm", str(folder))
         run(("debootstrap", *what), DEBOOTSTRAP_S)
         partial = archive.with_suffix(".partial")
         leave_out = ("--exclude=./var/cache/apt/*", "--exclude=./var/lib/apt/lists/*", "--exclude=./dev/*")
-        run(("tar", "-C", folder, *leave_out, "-cf", str(partial), "."), IMPORT_S)
+        run(("tar", "-C", str(folder), *leave_out, "-cf", str(partial), "."), IMPORT_S)
         partial.rename(archive)
+    finally:
+        # It has mounted /proc in there, and one that fails doesn't take it away.
+        remove(folder)
