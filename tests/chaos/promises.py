@@ -15,10 +15,11 @@ class Left(enum.StrEnum):
     TORN = "dirty, until they are healed"
 
 
-# What the report may say of each of them.
+# What the report may say of each of them. One that is as it was may also have failed, or not have been heard: it was
+# asked to receive, say, and the group broke before the first byte.
 OUTCOMES: Mapping[Left, frozenset[str]] = {
     Left.NEW: frozenset({"ok"}),
-    Left.OLD: frozenset({"undone", "skipped"}),
+    Left.OLD: frozenset({"undone", "skipped", "failed", "unknown"}),
     Left.TORN: frozenset({"failed", "unknown"}),
 }
 # What it may say of the worker that was struck.

@@ -21,11 +21,11 @@ from tests.chaos.watching import Sample, Trigger, Watch, false_admissions, is_at
 # Beyond its bound a case is watched so much longer, so that "late" can be told from "never".
 MARGIN_S = 5.0
 # Until the update is in the phase that the blow waits for.
-PHASE_S = 20.0
+PHASE_S = 30.0
 # Until a leader that is held has written down how far it came: the next one is to find that.
 JOURNALED_S = 0.25
 # After everything ended, until the journal says so too.
-JOURNAL_S = 5.0
+JOURNAL_S = 15.0
 SIGNALS = {Blow.KILL: signal.SIGKILL, Blow.STOP: signal.SIGSTOP}
 
 
