@@ -59,6 +59,8 @@ STRUCK_IN = {
 # Source of the bounds: issue 3, section 3. From the loss of a member until the others serve; and from when the lost one
 # is on the bus again until it is admitted.
 RECOVERY_S = 5.0
+# Until an engine's death is seen by what supervises it. Source: issue 3, section 1.7.
+SEEN_S = 2.0
 # Until a standby answers in the place of a leader that died.
 FAILOVER_S = 5.0
 # What a silence costs before it is taken for a loss: of a worker in an op (rlbus.controller.line.ACK_S), of a trainer

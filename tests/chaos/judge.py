@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.chaos.cases import FAILOVER_S, STRUCK_IN, Case, Target
+from tests.chaos.cases import FAILOVER_S, SEEN_S, STRUCK_IN, Blow, Case, Target
 from tests.chaos.promises import Aftermath, broken
 
 
@@ -28,7 +28,7 @@ class Observation:
     `phase_hit`: the update's phase in which the blow fell; after a ">" the one in which the report blames the victim.
     `serving_s`: every survivor is admitted at the newest version. `returned_s`: the victim is on the bus again (started
     again, or woken up); `back_s`: from there on, until it is admitted at the newest version. `failover_s`: another
-    controller answers. `transfer_s`: the longest undisturbed update on this fleet. `start_s`: what a start that had to
+    controller answers. `noticed_s`: the fleet knows that the victim is gone. `transfer_s`: the longest undisturbed update on this fleet. `start_s`: what a start that had to
     be waited for took. The tuples name what must not be: healthy engines that were started again, ops without an
     outcome, steps that ran twice, workers whose tokens aren't the trainer's, workers that were admitted with other
     weights than the fleet's, and workers left paused. `aftermath`: what the update left; None only where none was seen.
@@ -43,6 +43,7 @@ class Observation:
     returned_s: float | None = None
     back_s: float | None = None
     failover_s: float | None = None
+    noticed_s: float | None = None
     restarted: tuple[str, ...] = ()
     lost_ops: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
@@ -92,6 +93,8 @@ def _late(case: Case, seen: Observation) -> Iterator[str]:
             yield "the victim never came back to the bus"
         else:
             yield from _later_than("the victim was admitted", seen.back_s, case.back_s + seen.transfer_s)
+    if case.target is Target.ENGINE and case.blow is Blow.KILL:
+        yield from _later_than("the engine's death was seen", seen.noticed_s, SEEN_S)
     if case.target is Target.CONTROLLER:
         yield from _later_than("the standby answered", seen.failover_s, FAILOVER_S)
 

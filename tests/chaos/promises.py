@@ -24,6 +24,7 @@ OUTCOMES: Mapping[Left, frozenset[str]] = {
 }
 # What it may say of the worker that was struck.
 LOST = frozenset({"failed", "unknown"})
+ENDED_BY_THE_AGENT = (Phase.BEFORE_COMMIT, Phase.BEFORE_RESUME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,9 @@ def _endings() -> Iterator[tuple[tuple[Target, Phase], dict[str, Left]]]:
         yield (Target.ENGINE, phase), {"partial": Left.NEW}
     # Known to be gone before the update began, or found out by it.
     yield (Target.ENGINE, Phase.IDLE), {"ok": Left.NEW, "partial": Left.NEW}
+    # The agent answers for an engine until its death is seen, and these need the agent only.
+    for phase in ENDED_BY_THE_AGENT:
+        yield (Target.ENGINE, phase), {"ok": Left.NEW, "partial": Left.NEW}
     without_it = {
         Phase.BEFORE_PAUSE: ("failed", Left.OLD),
         Phase.PAUSED: ("failed", Left.OLD),
@@ -116,7 +120,7 @@ def broken(case: Case, seen: Aftermath) -> Iterator[str]:
         yield f"the update ended {op.status}, not {' or '.join(sorted(endings))}"
         return
     left = endings[op.status]
-    yield from _misreported(case, seen, dict(op.outcomes), left)
+    yield from _misreported(case, seen, op, left)
     yield from _left_otherwise(seen, op, left)
     if len(seen.ops) > 1 and seen.ops[-1].status != "ok":
         yield f"the last update ended {seen.ops[-1].status}, not ok"
@@ -131,11 +135,14 @@ def _let_go(seen: Aftermath) -> Iterator[str]:
             yield f"{torn.worker} was dirty and ran, or was admitted"
 
 
-def _misreported(case: Case, seen: Aftermath, outcomes: Mapping[str, str], left: Left) -> Iterator[str]:
+def _misreported(case: Case, seen: Aftermath, op: OpEnd, left: Left) -> Iterator[str]:
+    outcomes = dict(op.outcomes)
     for worker in seen.survivors:
         if outcomes.get(worker) not in OUTCOMES[left]:
             yield f"the outcome of {worker} is {outcomes.get(worker)}, not {' or '.join(sorted(OUTCOMES[left]))}"
     if seen.victim is None or (case.phase is Phase.IDLE and seen.victim not in outcomes):
+        return
+    if case.target is Target.ENGINE and op.status == "ok" and outcomes.get(seen.victim) == "ok":
         return
     if outcomes.get(seen.victim) not in LOST:
         yield f"the outcome of {seen.victim}, which was struck, is {outcomes.get(seen.victim)}"

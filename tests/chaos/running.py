@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlbus.errors import DeadlineError, RLBusError
-from rlbus.schemas import WeightsState
+from rlbus.schemas import Liveness, WeightsState
 from tests.chaos.brake import POLL_S
 from tests.chaos.cases import HELD_BEFORE, Blow, Case, Phase, Target
 from tests.chaos.judge import Call, Observation
@@ -319,6 +319,7 @@ async def _look(run: Run) -> Observation:
         returned_s=returned_s,
         back_s=back_s,
         failover_s=run.failover_s,
+        noticed_s=_noticed_s(run),
         restarted=restarted,
         lost_ops=(*lost, *(f"call {c.version} ({c.error})" for c in run.calls if c.status is None)),
         repeated=repeated(watch.events),
@@ -354,6 +355,19 @@ def _return_of(run: Run, version: int) -> tuple[float | None, float | None]:
     if returned_s is None or admitted_s is None:
         return returned_s, None
     return returned_s, max(0.0, admitted_s - returned_s)
+
+
+def _noticed_s(run: Run) -> float | None:
+    """When the controller first said that the victim as it was is gone."""
+    if run.victim is None:
+        return None
+    boot_id = run.before[run.victim][1]
+    for sample in run.watch.samples:
+        member = sample.member(run.victim)
+        is_there = member is not None and member.liveness is Liveness.ALIVE and member.boot_id == boot_id
+        if sample.at_s >= run.since_s and not is_there:
+            return sample.at_s - run.since_s
+    return None
 
 
 def _phase_hit(run: Run) -> str:

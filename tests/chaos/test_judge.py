@@ -188,10 +188,24 @@ def test_a_dead_engine_that_was_known_before_the_update_need_not_be_in_it() -> N
     """Struck while no update runs; in an update, it has to be reported."""
     case = Case(Target.ENGINE, Blow.KILL, Phase.IDLE, 5.0, back_s=5.0)
     ended = OpEnd(3, "ok", (("backend/1", "ok"), ("backend/3", "ok")))
-    seen = replace(GOOD, phase_hit="none", calls=(), aftermath=replace(WITHOUT, ops=(ended,)))
+    seen = replace(GOOD, phase_hit="none", calls=(), noticed_s=0.5, aftermath=replace(WITHOUT, ops=(ended,)))
     assert judge(case, seen) == ()
-    named = replace(ended, outcomes=(*ended.outcomes, ("backend/2", "ok")))
-    assert "which was struck, is ok" in judge(case, replace(seen, aftermath=replace(WITHOUT, ops=(named,))))[0]
+    named = replace(ended, outcomes=(*ended.outcomes, ("backend/2", "undone")))
+    assert "which was struck, is undone" in judge(case, replace(seen, aftermath=replace(WITHOUT, ops=(named,))))[0]
+
+
+def test_an_agent_may_answer_for_an_engine_whose_death_is_not_seen_yet() -> None:
+    """Where the agent alone ends the update, and only there; and the death has to be seen soon."""
+    case = Case(Target.ENGINE, Blow.KILL, Phase.BEFORE_COMMIT, 5.0, back_s=5.0)
+    ended = OpEnd(3, "ok", (("backend/1", "ok"), ("backend/2", "ok"), ("backend/3", "ok")))
+    seen = replace(GOOD, phase_hit="commit", calls=(), noticed_s=0.5, aftermath=replace(WITHOUT, ops=(ended,)))
+    assert judge(case, seen) == ()
+    (problem,) = judge(case, replace(seen, noticed_s=2.1))
+    assert problem == "the engine's death was seen after 2.1 s (bound 2.0 s)"
+    (problem,) = judge(case, replace(seen, noticed_s=None))
+    assert problem == "the engine's death was seen: never (bound 2.0 s)"
+    paused = replace(case, phase=Phase.PAUSED)
+    assert judge(paused, replace(seen, phase_hit="transfer")) == ("the update ended ok, not partial",)
 
 
 def test_a_start_that_had_to_be_waited_for_is_no_delay() -> None:

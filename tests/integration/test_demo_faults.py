@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(LIMIT_S + 30.0)]
 # Enough that it still learns when the last blow is over: an engine's start takes as long as a dozen steps.
 NUM_UPDATES = 60
 NUM_WORKERS = 2
-# The step under way when a blow falls may end as if nothing was; the one after it has felt it.
-FELT = 2
+# The step under way when a blow falls may end as if nothing was, and its line be on its way; one after it has felt it.
+FELT = 3
 STEP = re.compile(r"^step +(\d+)  reward \S+  versions (.*?)  update .*  probe (.*)$")
 
 
@@ -43,7 +43,7 @@ class Step:
 
 
 class Demo:
-    """`rlbus demo`, read line by line. It is killed when LIMIT_S is over, which ends whoever reads."""
+    """`rlbus demo`, whose lines a thread reads as they come. Use as a context manager: nothing of it is left."""
 
     def __init__(self) -> None:
         argv = [sys.executable, "-m", "rlbus", "demo", "--engine", "torch"]
@@ -54,25 +54,47 @@ class Demo:
         )
         self.lines: list[str] = []
         self.steps: list[Step] = []
+        self._has_ended = False
+        self._came = threading.Condition()
+        self._reading = threading.Thread(target=self._read, name="demo-lines")
+        self._reading.start()
 
-    def read(self) -> bool:
-        """Read a line; False at the end."""
+    def __enter__(self) -> "Demo":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        self._reading.join()
         assert self.popen.stdout is not None
-        line = self.popen.stdout.readline().rstrip("\n")
-        if found := STEP.match(line):
-            number, versions, verdict = found.groups()
-            texts = tuple(text.partition("=")[2] for text in versions.split())
-            self.steps.append(Step(int(number), texts, verdict))
-        if line:
-            self.lines.append(line)
-        return bool(line)
+        self.popen.stdout.close()
 
-    def until(self, is_so: Callable[[Step], bool]) -> None:
-        """Read on until a step that is so."""
-        while self.read():
-            if self.steps and self.steps[-1].number == len(self.steps) and is_so(self.steps[-1]):
-                return
-        raise AssertionError("\n".join(["the demo ended first:", *self.lines[-20:]]))
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            with self._came:
+                self.lines.append(line.rstrip("\n"))
+                if found := STEP.match(self.lines[-1]):
+                    number, versions, verdict = found.groups()
+                    texts = tuple(text.partition("=")[2] for text in versions.split())
+                    self.steps.append(Step(int(number), texts, verdict))
+                self._came.notify_all()
+        with self._came:
+            self._has_ended = True
+            self._came.notify_all()
+
+    def until(self, is_so: Callable[[Step], bool], after: int = 0) -> None:
+        """Until a step after that number is so."""
+        with self._came:
+            self._came.wait_for(lambda: self._has_ended or any(map(is_so, self.steps[after:])), LIMIT_S)
+            if not any(map(is_so, self.steps[after:])):
+                raise AssertionError("\n".join(["it never came to that:", *self.lines[-20:]]))
+
+    def end(self) -> int:
+        """Wait for its end; its exit status."""
+        with self._came:
+            self._came.wait_for(lambda: self._has_ended, LIMIT_S)
+        return self.popen.wait(LIMIT_S)
 
     def pid_of(self, words: str, below: int | None = None) -> int:
         """The first of its processes, below one of them, whose command line has these words."""
@@ -84,45 +106,28 @@ class Demo:
         raise AssertionError(f"no process of the demo is {words}")
 
 
-@contextlib.contextmanager
-def running_demo() -> Iterator[Demo]:
-    """Nothing of it is left afterwards: its processes end with it."""
-    demo = Demo()
-    watchdog = threading.Timer(LIMIT_S, demo.popen.kill)
-    watchdog.start()
-    try:
-        yield demo
-    finally:
-        watchdog.cancel()
-        demo.popen.kill()
-        demo.popen.communicate()
-
-
 def test_the_demo_goes_on_learning_whatever_of_it_is_killed() -> None:
     """An engine's server, then the controller, then the NATS server: each is there again, and nothing is torn or lost.
 
     After each blow every worker is admitted again, at the version of the step.
     """
-    with running_demo() as demo:
-        demo.until(lambda step: step.is_whole)
+    with Demo() as demo:
 
         def until_recovered() -> None:
-            struck_in = demo.steps[-1].number
-            demo.until(lambda step: step.is_whole and step.number >= struck_in + FELT)
+            demo.until(lambda step: step.is_whole, after=len(demo.steps) + FELT)
 
+        demo.until(lambda step: step.is_whole)
         supervisor = demo.pid_of("worker torch")
         engine = demo.pid_of("--no-restart", below=supervisor)
         strike(engine, signal.SIGKILL)
+        demo.until(lambda step: not step.is_whole)  # the other one goes on alone
         until_recovered()
         assert demo.pid_of("--no-restart", below=supervisor) != engine
-        assert any(not step.is_whole for step in demo.steps)  # the other one went on alone
         strike(demo.pid_of("rlbus controller"), signal.SIGKILL)
         until_recovered()
         strike(demo.pid_of("nats-server"), signal.SIGKILL)
         until_recovered()
-        while demo.read():
-            pass
-        assert demo.popen.wait(LIMIT_S) == 0, "\n".join(demo.lines[-20:])
+        assert demo.end() == 0, "\n".join(demo.lines[-20:])
 
     told = "\n".join(demo.lines)
     assert "controller ended with status -9, and was started again" in told
