@@ -28,10 +28,11 @@ class Observation:
     `phase_hit`: the update's phase in which the blow fell; after a ">" the one in which the report blames the victim.
     `serving_s`: every survivor is admitted at the newest version. `returned_s`: the victim is on the bus again (started
     again, or woken up); `back_s`: from there on, until it is admitted at the newest version. `failover_s`: another
-    controller answers. `noticed_s`: the fleet knows that the victim is gone. `transfer_s`: the longest undisturbed update on this fleet. `start_s`: what a start that had to
-    be waited for took. The tuples name what must not be: healthy engines that were started again, ops without an
-    outcome, steps that ran twice, workers whose tokens aren't the trainer's, workers that were admitted with other
-    weights than the fleet's, and workers left paused. `aftermath`: what the update left; None only where none was seen.
+    controller answers. `noticed_s`: the fleet knows that the victim is gone. `transfer_s`: the longest undisturbed
+    update on this fleet. `start_s`: what a start that had to be waited for took. The tuples name what must not be:
+    healthy engines that were started again, ops without an outcome, steps that ran twice, workers whose tokens aren't
+    the trainer's, workers that were admitted with other weights than the fleet's, and workers left paused. `aftermath`:
+    what the update left; None only where none was seen.
     """
 
     was_hit: bool
