@@ -1,6 +1,11 @@
 """What the demo's trainer process reports to the demo, one JSON line each."""
 
+from collections.abc import Mapping
+
 import msgspec
+
+# The version of a worker that couldn't say: it was lost at this moment.
+NO_VERSION = "-"
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ready"):
@@ -65,6 +70,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         if self.reward_last <= self.reward_first:
             found.append("the reward didn't grow")
         return found
+
+
+def num_mixed(versions: Mapping[str, str], version: str) -> int:
+    """How many are at another version than the update's. Who is lost at this moment is at none: it is caught up."""
+    return sum(text not in (NO_VERSION, version) for text in versions.values())
 
 
 # The first and last values of the reward are means over this many steps.

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 import rlbus
-from rlbus.demo.events import Failed, Ready, StepDone, TrainerEvent
+from rlbus.demo.events import NO_VERSION, Failed, Ready, StepDone, TrainerEvent, num_mixed
 from rlbus.demo.policy import NEAR_TIE, Greedy, LanguageModel, Learner, Sample, TorchModel, TransformersModel, greedy
 from rlbus.demo.rollouts import Endpoint, Rollouts
 from rlbus.errors import BrokenError, PartialError, RLBusError
@@ -160,13 +160,13 @@ def _num_equal(own: Greedy, theirs: Sample) -> int:
 
 
 def versions_of(report: Report, workers: Collection[str]) -> dict[str, str]:
-    """The versions of these workers, by their own answers, as text; "-" where one has none."""
+    """The versions of these workers, by their own answers, as text; NO_VERSION where one has none."""
     found = {}
     for outcome in report.outcomes:
         if outcome.worker not in workers:
             continue
         weights = outcome.data.weights if isinstance(outcome.data, WeightsData) else None
-        found[str(outcome.worker)] = str(weights.version) if weights and weights.version else "-"
+        found[str(outcome.worker)] = str(weights.version) if weights and weights.version else NO_VERSION
     return found
 
 
@@ -216,7 +216,7 @@ def train(args: argparse.Namespace) -> None:
                         paused_s=report.paused_s,
                         mismatches=mismatches,
                         near_ties=near_ties,
-                        mixed=sum(v != str(report.version) for v in versions.values()),
+                        mixed=num_mixed(versions, str(report.version)),
                         logprob_gap=gap,
                     )
                 )

@@ -30,7 +30,7 @@ class Phase(enum.StrEnum):
     """When: where the update stands as the blow falls."""
 
     IDLE = "idle"  # no update runs
-    BEFORE_PAUSE = "before pause"  # workers are asked whether it fits, or form the group
+    BEFORE_PAUSE = "before pause"  # it fits, and the group stands
     PAUSED = "paused"  # no byte was sent yet
     MID_BROADCAST = "mid-broadcast"  # some bytes are there, the others are held back by the trainer's source
     BEFORE_COMMIT = "before commit"  # everything arrived and agrees
@@ -39,9 +39,28 @@ class Phase(enum.StrEnum):
 
 UPDATE_PHASES = tuple(phase for phase in Phase if phase is not Phase.IDLE)
 
+# The command before which the controller is held until the blow has fallen; mid-broadcast the trainer's source waits.
+HELD_BEFORE = {
+    Phase.BEFORE_PAUSE: "PauseGeneration",
+    Phase.PAUSED: "ReceiveWeights",
+    Phase.BEFORE_COMMIT: "CommitWeights",
+    Phase.BEFORE_RESUME: "ResumeGeneration",
+}
+# The phase of the update that it is in as the blow falls, by the controller's own word.
+STRUCK_IN = {
+    Phase.IDLE: "none",
+    Phase.BEFORE_PAUSE: "pause",
+    Phase.PAUSED: "transfer",
+    Phase.MID_BROADCAST: "transfer",
+    Phase.BEFORE_COMMIT: "commit",
+    Phase.BEFORE_RESUME: "resume",
+}
+
 # Source of the bounds: issue 3, section 3. From the loss of a member until the others serve; and from when the lost one
 # is on the bus again until it is admitted.
 RECOVERY_S = 5.0
+# Until an engine's death is seen by what supervises it. Source: issue 3, section 1.7.
+SEEN_S = 2.0
 # Until a standby answers in the place of a leader that died.
 FAILOVER_S = 5.0
 # What a silence costs before it is taken for a loss: of a worker in an op (rlbus.controller.line.ACK_S), of a trainer
@@ -50,8 +69,9 @@ SILENCE_S = 5.0
 # The same of a trainer that sends: the chaos trainer's `stall_s`. Above SILENCE_S, so that a silent worker is found out
 # before those who wait with it count as stalled.
 STALL_S = 8.0
-# The outage of the server that issue 3 names.
+# The outage of the server that issue 3 names, and one that just outlasts what counts as silence.
 OUTAGE_S = 20.0
+HICCUP_S = 6.0
 # After an outage: clients connect again (every 2 s, with jitter), the controller leads again, workers announce.
 RECONNECT_S = 10.0
 
@@ -95,9 +115,11 @@ def _worker_cases() -> Iterator[Case]:
 
 
 def _engine_cases() -> Iterator[Case]:
-    for phase in (Phase.IDLE, Phase.MID_BROADCAST):
+    """One of two ranks: the agent lives on, and is killed with what it can't release."""
+    for phase in Phase:
         yield Case(Target.ENGINE, Blow.KILL, phase, RECOVERY_S, back_s=RECOVERY_S)
-    yield Case(Target.ENGINE, Blow.STOP, Phase.MID_BROADCAST, SILENCE_S + RECOVERY_S, back_s=RECOVERY_S)
+    for phase in UPDATE_PHASES:
+        yield Case(Target.ENGINE, Blow.STOP, phase, SILENCE_S + RECOVERY_S, back_s=RECOVERY_S)
 
 
 def _trainer_cases() -> Iterator[Case]:
@@ -105,7 +127,7 @@ def _trainer_cases() -> Iterator[Case]:
     for phase in UPDATE_PHASES:
         is_quick = phase is Phase.MID_BROADCAST
         yield Case(Target.TRAINER, Blow.KILL, phase, STALL_S + RECOVERY_S, num_calls=2, is_quick=is_quick)
-    for phase in (Phase.PAUSED, Phase.MID_BROADCAST):
+    for phase in UPDATE_PHASES:
         yield Case(Target.TRAINER, Blow.STOP, phase, STALL_S + RECOVERY_S, num_calls=2)
 
 
@@ -115,14 +137,18 @@ def _controller_cases() -> Iterator[Case]:
     for phase in UPDATE_PHASES:
         is_quick = phase is Phase.MID_BROADCAST
         yield Case(Target.CONTROLLER, Blow.KILL, phase, serve_s, num_calls=2, is_quick=is_quick)
-    for phase in (Phase.MID_BROADCAST, Phase.BEFORE_RESUME):
+    for phase in UPDATE_PHASES:
         yield Case(Target.CONTROLLER, Blow.STOP, phase, serve_s, num_calls=2)
 
 
 def _server_cases() -> Iterator[Case]:
     """Everybody shares the silence, so nobody is declared dead for it; what ran ends with a report."""
-    for phase in (Phase.IDLE, Phase.MID_BROADCAST):
+    for phase in Phase:
         yield Case(Target.SERVER, Blow.KILL, phase, RECONNECT_S + RECOVERY_S, num_calls=2)
+    for phase in UPDATE_PHASES:
+        if phase is not Phase.MID_BROADCAST:
+            serve_s = HICCUP_S + RECONNECT_S + RECOVERY_S
+            yield Case(Target.SERVER, Blow.STOP, phase, serve_s, num_calls=2, down_s=HICCUP_S)
     serve_s = OUTAGE_S + RECONNECT_S + RECOVERY_S
     yield Case(Target.SERVER, Blow.KILL, Phase.MID_BROADCAST, serve_s, num_calls=2, down_s=OUTAGE_S)
     yield Case(Target.SERVER, Blow.STOP, Phase.MID_BROADCAST, serve_s, num_calls=2, down_s=OUTAGE_S)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.chaos.cases import FAILOVER_S, Case, Target
+from tests.chaos.cases import FAILOVER_S, SEEN_S, STRUCK_IN, Blow, Case, Target
+from tests.chaos.promises import Aftermath, broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,14 @@ class Call:
 class Observation:
     """What was seen. Times are in seconds from the blow; None: it never came within the bound of waiting for it.
 
-    `phase_hit`: the phase that was announced last before the blow, and in which the report blames the victim.
+    `phase_hit`: the update's phase in which the blow fell; after a ">" the one in which the report blames the victim.
     `serving_s`: every survivor is admitted at the newest version. `returned_s`: the victim is on the bus again (started
     again, or woken up); `back_s`: from there on, until it is admitted at the newest version. `failover_s`: another
-    controller answers. `transfer_s`: the longest undisturbed update on this fleet. `start_s`: what a start that had to
-    be waited for took. The tuples name what must not be: healthy engines that were started again, ops without an
-    outcome, steps that ran twice, workers whose tokens aren't the trainer's, workers that were admitted with other
-    weights than the fleet's, and workers left paused.
+    controller answers. `noticed_s`: the fleet knows that the victim is gone. `transfer_s`: the longest undisturbed
+    update on this fleet. `start_s`: what a start that had to be waited for took. The tuples name what must not be:
+    healthy engines that were started again, ops without an outcome, steps that ran twice, workers whose tokens aren't
+    the trainer's, workers that were admitted with other weights than the fleet's, and workers left paused. `aftermath`:
+    what the update left; None only where none was seen.
     """
 
     was_hit: bool
@@ -42,12 +44,14 @@ class Observation:
     returned_s: float | None = None
     back_s: float | None = None
     failover_s: float | None = None
+    noticed_s: float | None = None
     restarted: tuple[str, ...] = ()
     lost_ops: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     wrong_outputs: tuple[str, ...] = ()
     false_admissions: tuple[str, ...] = ()
     left_paused: tuple[str, ...] = ()
+    aftermath: Aftermath | None = None
 
 
 def judge(case: Case, seen: Observation) -> tuple[str, ...]:
@@ -59,7 +63,15 @@ def _broken(case: Case, seen: Observation) -> Iterator[str]:
     if not seen.was_hit:
         yield "the phase was never reached, nothing was struck"
         return
+    if seen.phase_hit.partition(">")[0] != STRUCK_IN[case.phase]:
+        yield f"the blow fell in {seen.phase_hit}, not in {STRUCK_IN[case.phase]}"
+        return
     yield from _late(case, seen)
+    if seen.aftermath is None:
+        yield "nothing was seen of the update"
+    else:
+        yield from broken(case, seen.aftermath)
+        yield from _told_otherwise(seen.calls, seen.aftermath)
     if len(seen.calls) > case.num_calls:
         yield f"it took {len(seen.calls)} calls of update_weights, not {case.num_calls}"
     for names, text in (
@@ -82,8 +94,18 @@ def _late(case: Case, seen: Observation) -> Iterator[str]:
             yield "the victim never came back to the bus"
         else:
             yield from _later_than("the victim was admitted", seen.back_s, case.back_s + seen.transfer_s)
+    if case.target is Target.ENGINE and case.blow is Blow.KILL:
+        yield from _later_than("the engine's death was seen", seen.noticed_s, SEEN_S)
     if case.target is Target.CONTROLLER:
         yield from _later_than("the standby answered", seen.failover_s, FAILOVER_S)
+
+
+def _told_otherwise(calls: tuple[Call, ...], aftermath: Aftermath) -> Iterator[str]:
+    """The trainer's call returns what the journal has."""
+    journal = {str(op.step): op.status for op in aftermath.ops}
+    for call in calls:
+        if call.status is not None and call.status != journal.get(call.version):
+            yield f"call {call.version} was told {call.status}, the journal has {journal.get(call.version)}"
 
 
 def _later_than(what: str, took_s: float | None, limit_s: float) -> Iterator[str]:

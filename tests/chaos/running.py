@@ -8,20 +8,24 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlbus.errors import DeadlineError, RLBusError
-from rlbus.schemas import GenerationPaused, WeightsState
-from tests.chaos.cases import Blow, Case, Phase, Target
+from rlbus.schemas import Liveness, WeightsState
+from tests.chaos.brake import POLL_S
+from tests.chaos.cases import HELD_BEFORE, Blow, Case, Phase, Target
 from tests.chaos.judge import Call, Observation
 from tests.chaos.messages import Held, LetGo, News
 from tests.chaos.processes import strike
+from tests.chaos.promises import Aftermath
 from tests.chaos.stage import UPDATE_S, Stage
-from tests.chaos.watching import Sample, Trigger, Watch, false_admissions, is_at, paused, repeated
+from tests.chaos.watching import Sample, Trigger, Watch, false_admissions, is_at, paused, repeated, standing_in, torn_in
 
 # Beyond its bound a case is watched so much longer, so that "late" can be told from "never".
 MARGIN_S = 5.0
 # Until the update is in the phase that the blow waits for.
-PHASE_S = 20.0
+PHASE_S = 30.0
+# Until a leader that is held has written down how far it came: the next one is to find that.
+JOURNALED_S = 0.25
 # After everything ended, until the journal says so too.
-JOURNAL_S = 5.0
+JOURNAL_S = 15.0
 SIGNALS = {Blow.KILL: signal.SIGKILL, Blow.STOP: signal.SIGSTOP}
 
 
@@ -40,6 +44,8 @@ class Run:
     returned_s: float | None = None
     failover_s: float | None = None
     blamed_in: str = ""
+    old_step: int = 0
+    again_s: float | None = None
     versions: list[int] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
 
@@ -68,7 +74,7 @@ async def run_case(stage: Stage, case: Case) -> Observation:
     if victim is not None:
         stage.count_blow(victim)
     async with Watch(stage.bus, _namespace(stage)) as watch:
-        run = Run(case, stage, watch, victim, pid, before, transfer_s)
+        run = Run(case, stage, watch, victim, pid, before, transfer_s, old_step=stage.version)
 
         def on_news(news: News) -> None:
             if isinstance(news, Held):
@@ -111,36 +117,45 @@ async def _victim(stage: Stage, case: Case) -> tuple[str | None, int]:
 
 
 async def _run(run: Run) -> Observation:
-    run.watch.arm(_trigger(run.case, run.victim), lambda: strike(run.pid, SIGNALS[run.case.blow]))
-    if run.case.phase is not Phase.IDLE:
-        run.versions.append(run.stage.begin_update(hold=run.case.phase is Phase.MID_BROADCAST))
-    trainer = run.stage.trainer
-    was_hit = await run.watch.until_struck(PHASE_S)
-    trainer.order(LetGo())
+    stage, phase = run.stage, run.case.phase
+    run.watch.arm(_trigger(run.case), lambda: strike(run.pid, SIGNALS[run.case.blow]))
+    command = HELD_BEFORE.get(phase)
+    if command is not None:
+        stage.brake.arm(command)
+    trainer = stage.trainer
+    try:
+        if phase is not Phase.IDLE:
+            run.versions.append(stage.begin_update(hold=phase is Phase.MID_BROADCAST))
+        if command is not None:
+            await _until_braked(run)
+        was_hit = await run.watch.until_struck(PHASE_S)
+    finally:
+        stage.brake.let_go()
+        trainer.order(LetGo())
     if was_hit:
         with contextlib.suppress(RLBusError):
             await _AFTERWARDS[run.case.target](run)
     return await _look(run) if was_hit else _nothing(run)
 
 
-def _trigger(case: Case, victim: str | None) -> Trigger:
-    """When the blow falls: as soon as this holds after a message."""
-    match case.phase:
-        case Phase.IDLE:
-            return lambda watch: True
-        case Phase.BEFORE_PAUSE:
-            return lambda watch: watch.phase in ("prepare", "group")
-        case Phase.PAUSED:
-            return lambda watch: any(
-                isinstance(e, GenerationPaused) and victim in (None, f"{e.component}/{e.instance_id}")
-                for e in watch.events
-            )
-        case Phase.MID_BROADCAST:
-            return lambda watch: watch.is_held and watch.phase == "transfer" and watch.done > 0
-        case Phase.BEFORE_COMMIT:
-            return lambda watch: watch.phase == "commit"
-        case Phase.BEFORE_RESUME:
-            return lambda watch: watch.phase in ("flush", "resume")
+async def _until_braked(run: Run) -> None:
+    """Until the controller is held; nothing was struck if that takes too long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PHASE_S):
+            while (phase := run.stage.brake.reached()) is None:  # noqa: ASYNC110 - a file
+                await asyncio.sleep(POLL_S)
+            if run.case.target is Target.CONTROLLER:
+                await asyncio.sleep(JOURNALED_S)
+            run.watch.on_braked(phase)
+
+
+def _trigger(case: Case) -> Trigger:
+    """When the blow falls: as soon as this holds after a message, or after the brake's word."""
+    if case.phase is Phase.IDLE:
+        return lambda watch: True
+    if case.phase is Phase.MID_BROADCAST:
+        return lambda watch: watch.is_held and watch.phase == "transfer" and watch.done > 0
+    return lambda watch: watch.held_in is not None
 
 
 # -- what an operator does, by what was struck -------------------------------------------------------------------------
@@ -179,8 +194,7 @@ async def _after_trainer(run: Run) -> None:
     if run.case.blow is Blow.STOP:
         strike(run.pid, signal.SIGCONT)
         await _hear(run, run.versions[0])
-    run.versions.append(run.stage.begin_update())
-    await _hear(run, run.versions[-1])
+    await _call_again(run)
     await _until_served(run, run.versions[-1])
 
 
@@ -238,9 +252,17 @@ async def _hear_or_repeat(run: Run) -> None:
     """Wait for the end of the call; unless it served everybody, the trainer calls once more, as a loop would."""
     await _hear(run, run.versions[-1])
     if not run.calls or run.calls[-1].status != "ok":
-        run.versions.append(run.stage.begin_update())
-        await _hear(run, run.versions[-1])
+        await _call_again(run)
     await _until_served(run, run.versions[-1])
+
+
+async def _call_again(run: Run) -> None:
+    """The next call, once the fleet is at rest: what the one before left of it is seen by then."""
+    with contextlib.suppress(DeadlineError):  # then the judge says what doesn't rest
+        await run.watch.until(_is_settled, run.limit_s)
+    run.again_s = time.monotonic()
+    run.versions.append(run.stage.begin_update())
+    await _hear(run, run.versions[-1])
 
 
 async def _until_served(run: Run, version: int) -> None:
@@ -284,6 +306,8 @@ async def _look(run: Run) -> Observation:
     returned_s, back_s = _return_of(run, version)
     lost = await stage.lost_ops(watch.op_ids, JOURNAL_S)
     after = await stage.standing()
+    ops = await stage.op_ends(run.old_step, JOURNAL_S)
+    first = [s for s in watch.samples if s.at_s >= run.since_s and s.at_s < (run.again_s or float("inf"))]
     restarted = tuple(w for w in run.survivors if run.before.get(w) != after.get(w))
     return Observation(
         was_hit=True,
@@ -295,12 +319,22 @@ async def _look(run: Run) -> Observation:
         returned_s=returned_s,
         back_s=back_s,
         failover_s=run.failover_s,
+        noticed_s=_noticed_s(run),
         restarted=restarted,
         lost_ops=(*lost, *(f"call {c.version} ({c.error})" for c in run.calls if c.status is None)),
         repeated=repeated(watch.events),
         wrong_outputs=await stage.wrong_outputs(),
         false_admissions=false_admissions(watch.samples),
         left_paused=paused(watch.samples),
+        aftermath=Aftermath(
+            old_step=run.old_step,
+            survivors=run.survivors,
+            victim=run.victim,
+            num_asked=len(run.versions),
+            ops=ops,
+            torn=torn_in(first),
+            rest=standing_in(first[-1]) if first else {},
+        ),
     )
 
 
@@ -321,6 +355,19 @@ def _return_of(run: Run, version: int) -> tuple[float | None, float | None]:
     if returned_s is None or admitted_s is None:
         return returned_s, None
     return returned_s, max(0.0, admitted_s - returned_s)
+
+
+def _noticed_s(run: Run) -> float | None:
+    """When the controller first said that the victim as it was is gone."""
+    if run.victim is None:
+        return None
+    boot_id = run.before[run.victim][1]
+    for sample in run.watch.samples:
+        member = sample.member(run.victim)
+        is_there = member is not None and member.liveness is Liveness.ALIVE and member.boot_id == boot_id
+        if sample.at_s >= run.since_s and not is_there:
+            return sample.at_s - run.since_s
+    return None
 
 
 def _phase_hit(run: Run) -> str:

@@ -21,15 +21,20 @@ from rlbus.client import FleetClient
 from rlbus.codec import decode
 from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus, open_kv
+from rlbus.controller.journal import OPS
 from rlbus.controller.leader import LEASE_KEY
 from rlbus.errors import BrokenError, DeadlineError
-from rlbus.schemas import FleetView, Lease, MemberView
+from rlbus.schemas import FleetView, JournalEntry, Lease, MemberView
 from rlbus.server import EmbeddedServer
+from tests.chaos.brake import Brake
 from tests.chaos.cases import STALL_S
+from tests.chaos.controller import FOLDER_VARIABLE
 from tests.chaos.kits import Kit
 from tests.chaos.messages import Ended, News, Tokens, Up, Update
 from tests.chaos.probing import wrong_outputs
 from tests.chaos.processes import TrainerProcess, descendants, engine_pid, is_running, serving_pid, start, strike
+from tests.chaos.promises import OpEnd
+from tests.chaos.watching import UPDATE
 
 NAMESPACE = "chaos"
 NUM_CONTROLLERS = 2
@@ -83,6 +88,7 @@ class Stage:
     async def _set(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rlbus-chaos-"))
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.brake = Brake(self.folder)
         self.model = self.folder / "model"
         await asyncio.to_thread(self.kit.make_model, self.model)
         self.server = await self._stack.enter_async_context(EmbeddedServer(store_dir=self.folder / "nats"))
@@ -120,7 +126,8 @@ class Stage:
 
     async def start_controller(self) -> None:
         """One more; it stands by if another leads."""
-        self._controllers.append(await start("controller", ("rlbus", "controller"), self._env, self.folder))
+        env = {**self._env, FOLDER_VARIABLE: str(self.folder)}
+        self._controllers.append(await start("controller", ("tests.chaos.controller",), env, self.folder))
 
     async def start_worker(self, worker: str) -> None:
         """Start a worker that isn't there, under its id."""
@@ -213,11 +220,12 @@ class Stage:
                 self._num_blows[worker] = 0
 
     async def reset(self) -> None:
-        """Start everything anew but the server, after a case that left it beyond healing."""
+        """Start everything anew but the server, unless that is gone, after a case that left it beyond healing."""
         await asyncio.gather(*(trainer.stop() for trainer in self._trainers))
         for child in (*self._workers.values(), *self._controllers):
             await child.stop(0.0)
         self._trainers, self._workers, self._controllers = [], {}, []
+        await self.server.start()
         await self.start_missing()
 
     async def _is_whole(self, version: int) -> bool:
@@ -247,6 +255,37 @@ class Stage:
                         lost = tuple(op_id for op_id in op_ids if op_id not in ended)
                     await asyncio.sleep(LOOK_S)
         return lost
+
+    async def op_ends(self, above_step: int, limit_s: float) -> tuple[OpEnd, ...]:
+        """How the updates to versions above that step ended, oldest first, by their reports in the journal.
+
+        Those that aren't written down as ended within the limit are left out: they are lost.
+        """
+        found: dict[str, OpEnd] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while True:
+                    with contextlib.suppress(DeadlineError, BrokenError):
+                        wanted = await self._op_ids(above_step)
+                        for op_id in [o for o in wanted if o not in found]:
+                            if (end := await self._op_end(op_id)) is not None:
+                                found[op_id] = end
+                        if set(found) >= set(wanted):
+                            break
+                    await asyncio.sleep(LOOK_S)
+        return tuple(sorted(found.values(), key=lambda end: end.step))
+
+    async def _op_ids(self, above_step: int) -> list[str]:
+        items = (await self.client.history(100)).items
+        return [i.op_id for i in items if i.op == UPDATE and i.version is not None and i.version.step > above_step]
+
+    async def _op_end(self, op_id: str) -> OpEnd | None:
+        entry = await self._kv.get(f"{OPS}.{op_id}")
+        report = None if entry is None else decode(entry.value, JournalEntry, op_id).report
+        if report is None or report.version is None:
+            return None
+        outcomes = tuple((str(o.worker), o.outcome.value) for o in report.outcomes)
+        return OpEnd(report.version.step, report.status.value, outcomes)
 
     def _on_news(self, news: News) -> None:
         if isinstance(news, Tokens):

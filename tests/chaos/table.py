@@ -15,17 +15,22 @@ COLUMNS = (
     ("calls", 22),
     ("restarts", 9),
     ("lost ops", 9),
+    ("reruns", 7),
     ("verdict", 7),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case as it ended. `broken`: promises that didn't hold; `seen` None: the stage couldn't be set."""
+    """One case as it ended. `broken`: promises that didn't hold; `seen` None: the stage couldn't be set.
+
+    `reruns`: why it was run again, of each time.
+    """
 
     case: Case
     seen: Observation | None
     broken: tuple[str, ...]
+    reruns: tuple[str, ...] = ()
 
 
 def header() -> str:
@@ -43,10 +48,12 @@ def line(row: Row) -> str:
         cells += [seen.phase_hit, _seconds(seen.serving_s), _seconds(back_s), _seconds(seen.failover_s), calls or "-"]
         cells += [str(len(seen.restarted)), str(len(seen.lost_ops))]
     else:
-        cells += ["-"] * (len(COLUMNS) - 2)
+        cells += ["-"] * (len(COLUMNS) - 3)
+    cells.append(str(len(row.reruns)))
     cells.append("BROKEN" if row.broken else "held")
     text = "  ".join(cell.ljust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True)).rstrip()
-    return "\n".join([text, *(f"    {problem}" for problem in row.broken)])
+    notes = [*(f"run again, since it couldn't be run: {why}" for why in row.reruns), *row.broken]
+    return "\n".join([text, *(f"    {note}" for note in notes)])
 
 
 def totals(rows: Sequence[Row], seconds: float) -> dict[str, object]:
@@ -59,6 +66,7 @@ def totals(rows: Sequence[Row], seconds: float) -> dict[str, object]:
         "broken": [row.case.name for row in rows if row.broken],
         "restarts_of_healthy_engines": sum(len(seen.restarted) for seen in observations),
         "lost_ops": sum(len(seen.lost_ops) for seen in observations),
+        "reruns": sum(len(row.reruns) for row in rows),
         "wrong_outputs": sum(len(seen.wrong_outputs) for seen in observations),
         "serving_s_max": round(max(served), 2) if served else None,
         "failover_s_max": round(max(failovers), 2) if failovers else None,

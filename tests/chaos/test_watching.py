@@ -1,6 +1,10 @@
 """What is read from samples and events, without any process."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
+from msgspec.structs import replace
 
 from rlbus.bus import Bus
 from rlbus.schemas import (
@@ -18,7 +22,9 @@ from rlbus.schemas import (
     WorkerStatus,
 )
 from rlbus.testing import LoopClock, MemoryBroker, run
-from tests.chaos.watching import Sample, Watch, false_admissions, is_at, paused, repeated
+from tests.chaos.brake import HOLD_S, POLL_S, Brake
+from tests.chaos.promises import Standing, Torn
+from tests.chaos.watching import Sample, Watch, false_admissions, is_at, paused, repeated, standing_in, torn_in
 
 pytestmark = pytest.mark.unit
 
@@ -45,6 +51,11 @@ def member(step: int, *, admitted: bool = True, state: WeightsState = WeightsSta
         boot_id="b",
         age_s=0.0,
     )
+
+
+def view_of(state: WeightsState, last_good: int) -> WeightsView:
+    """Weights that aren't clean."""
+    return WeightsView(state=state, last_good=Version(step=last_good))
 
 
 def sample(at_s: float, one: MemberView, fleet_step: int) -> Sample:
@@ -89,6 +100,28 @@ def test_admission_with_other_weights_is_found() -> None:
     assert false_admissions([sample(0.0, member(2, state=WeightsState.DIRTY), 2)]) == ("backend/1 dirty 0.2",)
 
 
+def test_who_was_torn_is_read_from_every_sample() -> None:
+    """With what it said that it had before, and whether it was let go; also when it is healed by the end."""
+    torn = member(2, admitted=False, state=WeightsState.DIRTY)
+    torn = replace(torn, status=replace(torn.status, weights=view_of(WeightsState.DIRTY, last_good=1)))
+    clean = member(2)
+    assert torn_in([sample(0.0, clean, 2)]) == ()
+    assert torn_in([sample(0.0, torn, 2), sample(1.0, clean, 2)]) == (Torn("backend/1", 1, False),)
+    running = replace(torn, status=replace(torn.status, generation=Generation.RUNNING))
+    assert torn_in([sample(0.0, running, 2)]) == (Torn("backend/1", 1, True),)
+    assert torn_in([sample(0.0, replace(torn, admitted=True), 2)]) == (Torn("backend/1", 1, True),)
+    assert torn_in([sample(0.0, replace(torn, liveness=Liveness.LEFT), 2)]) == ()
+
+
+def test_how_a_worker_stands_is_read_from_one_sample() -> None:
+    """State and step of its weights, and whether it runs; who is gone doesn't stand."""
+    assert standing_in(sample(0.0, member(2), 2)) == {"backend/1": Standing("clean", 2, True)}
+    torn = member(2, admitted=False)
+    torn = replace(torn, status=replace(torn.status, weights=view_of(WeightsState.DIRTY, last_good=1)))
+    assert standing_in(sample(0.0, torn, 2)) == {"backend/1": Standing("dirty", None, False)}
+    assert standing_in(sample(0.0, replace(member(2), liveness=Liveness.DEAD), 2)) == {}
+
+
 def test_a_step_that_changed_a_worker_twice_is_found() -> None:
     """By the op that the worker's own events name."""
     event = GenerationPaused(
@@ -123,5 +156,46 @@ def test_a_blow_falls_in_the_message_that_it_waits_for_and_only_once() -> None:
         assert blows == ["transfer"]
         assert watch.struck_in == "transfer"
         assert await watch.until_struck(0.1)
+
+    run(main())
+
+
+def test_a_blow_may_wait_for_the_brake() -> None:
+    """Then the phase is the one that the held controller names, whatever was announced by then."""
+
+    async def main() -> None:
+        watch = Watch(Bus(MemoryBroker().connect(), clock=LoopClock()), "chaos")
+        watch.arm(lambda w: w.held_in is not None, lambda: None)
+        watch.phase = "transfer"
+        assert not await watch.until_struck(0.1)
+        watch.arm(lambda w: w.held_in is not None, lambda: None)
+        watch.on_braked("commit")
+        assert watch.struck_in == "commit"
+
+    run(main())
+
+
+def test_a_braked_controller_waits_before_the_command_it_is_armed_for(tmp_path: Path) -> None:
+    """Not before others; until it is let go; and never longer than HOLD_S."""
+
+    async def main() -> None:
+        brake = Brake(tmp_path)
+        await brake.hold("CommitWeights", "commit")
+        brake.arm("CommitWeights")
+        await brake.hold("PauseGeneration", "pause")
+        assert brake.reached() is None
+        holding = asyncio.create_task(brake.hold("CommitWeights", "commit"))
+        await asyncio.sleep(HOLD_S / 2)
+        assert (brake.reached(), holding.done()) == ("commit", False)
+        brake.let_go()
+        await asyncio.sleep(2 * POLL_S)
+        assert holding.done()
+        brake.arm("CommitWeights")
+        assert brake.reached() is None
+        began_s = asyncio.get_running_loop().time()
+        await brake.hold("CommitWeights", "commit")
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(HOLD_S, abs=2 * POLL_S)
+        brake.let_go()
+        brake.let_go()
 
     run(main())

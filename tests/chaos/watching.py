@@ -27,6 +27,7 @@ from rlbus.schemas import (
     WeightsState,
     WorkerEvent,
 )
+from tests.chaos.promises import Standing, Torn
 
 SAMPLE_S = 0.05
 # One question; a controller that is gone doesn't answer.
@@ -70,6 +71,33 @@ def false_admissions(samples: Sequence[Sample]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def torn_in(samples: Sequence[Sample]) -> tuple[Torn, ...]:
+    """Workers that were dirty in any of them, and how they stood then; one that changed its story is there twice."""
+    found: dict[Torn, None] = {}
+    for sample in samples:
+        for member in sample.view.members:
+            weights = member.status.weights
+            if member.liveness is not Liveness.ALIVE or weights.state is not WeightsState.DIRTY:
+                continue
+            last_good = None if weights.last_good is None else weights.last_good.step
+            was_let_go = member.admitted or member.status.generation is Generation.RUNNING
+            found[Torn(str(member.worker), last_good, was_let_go)] = None
+    return tuple(found)
+
+
+def standing_in(sample: Sample) -> dict[str, Standing]:
+    """How each worker that lives stands in it."""
+    return {
+        str(m.worker): Standing(
+            m.status.weights.state.value,
+            None if m.status.weights.version is None else m.status.weights.version.step,
+            m.status.generation is Generation.RUNNING,
+        )
+        for m in sample.view.members
+        if m.liveness is Liveness.ALIVE
+    }
+
+
 def repeated(events: Sequence[Event]) -> tuple[str, ...]:
     """Steps that changed a worker twice."""
     seen: set[object] = set()
@@ -101,6 +129,8 @@ class Watch:
         self.phase = "none"
         self.done = 0
         self.is_held = False
+        # The phase in which the brake holds the controller; None: it doesn't.
+        self.held_in: str | None = None
         # When the blow fell (`time.monotonic`), and in which announced phase.
         self.struck_s: float | None = None
         self.struck_in = ""
@@ -133,6 +163,11 @@ class Watch:
         self._trigger, self._blow = trigger, blow
         self._look()
 
+    def on_braked(self, phase: str) -> None:
+        """The controller waits in this phase of its update, before the command that the brake was armed for."""
+        self.held_in = phase
+        self._look()
+
     def on_held(self) -> None:
         """The trainer's source waits half way."""
         self.is_held = True
@@ -142,7 +177,7 @@ class Watch:
         """Now."""
         self._trigger = None
         self._blow()
-        self.struck_s, self.struck_in = time.monotonic(), self.phase
+        self.struck_s, self.struck_in = time.monotonic(), self.phase if self.held_in is None else self.held_in
         self._changed.set()
 
     async def until_struck(self, limit_s: float) -> bool:
