@@ -11,7 +11,7 @@ import pytest
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Called by pytest once it has found the tests; says which of them have to run in the same process."""
-    if config.getoption("dist", "no") != "loadgroup":
+    if not config.getoption("loadgroup", default=False):  # xdist sets it in the processes that run tests
         return
     for item in items:
         group, _, test = item.nodeid.partition("::")
