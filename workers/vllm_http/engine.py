@@ -334,7 +334,9 @@ class VllmHttpEngine:
             if found.is_draining and found.revision is not None:
                 num_ended = await loras.unload(found.name, found.revision)
                 name = lora_id(found.name, found.revision)
-                _log.warning("%s drained for an agent that is gone, and is unloaded; requests ended: %d", name, num_ended)
+                _log.warning(
+                    "%s drained for an agent that is gone, and is unloaded; requests ended: %d", name, num_ended
+                )
 
     async def _restore_after_weights(self) -> None:
         """vLLM drops its adapters with an update or reload. Raises: UpdateFailedError: nobody may generate yet."""
