@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from rlbus.errors import ConfigError, EngineDeadError
+from rlbus.errors import ConfigError, EngineDeadError, EngineError
 from rlbus.schemas import (
     ChecksumsData,
     Fault,
@@ -323,7 +323,7 @@ class VllmHttpEngine:
         return self._loras
 
     async def _take_over_loras(self, inner: VllmEngine, boot_id: str, capacity: int) -> None:
-        """Adapters that were loaded for an agent before stay, whole; what drained for it has nobody to end it, and ends.
+        """Adapters that were loaded for an agent before stay, whole; what drained for it nobody would end, so it ends here.
 
         Raises: EngineError, EngineDeadError. Cancel: called again, it finishes.
         """

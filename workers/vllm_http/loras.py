@@ -1,4 +1,4 @@
-"""The adapters of a vLLM server from outside: what `VllmLoras` does inside it, asked for by routes of rlbus's plugin."""
+"""The adapters of a vLLM server from outside: `VllmLoras` inside it, driven by routes of rlbus's plugin."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ class RemoteLoras:
 
     async def load(self, name: str, revision: int, folder: Path) -> None:
         """See `LoraEngine.load_lora`. The server finds the folder under the same path."""
-        await self._change(LOAD, LORA_S, name=name, revision=revision, folder=str(folder.absolute()))
+        await self._change(LOAD, LORA_S, name=name, revision=revision, folder=_absolute(folder))
 
     async def drain(self, name: str, revision: int) -> None:
         """See `LoraEngine.drain_lora`."""
@@ -83,6 +83,11 @@ class RemoteLoras:
             case code if code in REFUSALS:
                 return _refused(FaultCode(code), error.problem, self.info.capacity)
         return EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=error.problem))
+
+
+def _absolute(folder: Path) -> str:
+    """As the server, which runs elsewhere, has to be told."""
+    return str(folder.absolute())
 
 
 def _refused(code: FaultCode, problem: str, capacity: int) -> FaultError:

@@ -55,8 +55,8 @@ class Pair:
 def agent_command(arguments: Sequence[str], verbosity: int) -> Build:
     """The command of the agent, with a folder of its own for what the server's processes answer in.
 
-    Its copies of adapters lie there, too, unless the user has named a folder: they outlive an agent, as the server does,
-    which reads them again after every update of its weights.
+    Its copies of adapters lie there, too, unless the user has named a folder: they outlive an agent, as the server
+    does, which reads them again after every update of its weights.
     """
     inner = own_command(("vllm-http", *arguments), verbosity)
 

@@ -110,7 +110,7 @@ class LoraRoutes:
         return None if self._worker is not None else lora_capacity(self._llm)
 
     def serve(self, llm: Any, worker: str | None) -> None:
-        """From now on. `worker` is the server's own name on the bus, whose agent has the adapters; None: it has none."""
+        """From now on. `worker` is the server's own name on the bus, whose agent has the adapters; None: there is none."""
         self._llm, self._worker = llm, worker
         lora = None if worker is not None else getattr(getattr(llm, "vllm_config", None), "lora_config", None)
         if lora is not None and self.capacity is None:
@@ -171,7 +171,7 @@ class LoraRoutes:
                 return VLLM_SHAPE.error(exc)
             except FaultError as exc:
                 return _spelled(self._final(exc.fault))
-            except Exception:  # the caller gets a fault, the server's log the traceback
+            except Exception:  # noqa: BLE001 - the caller gets a fault, the server's log the traceback
                 _log.exception("rlbus: %s failed", request.url.path)
                 return _spelled(Fault(code=FaultCode.INTERNAL, message="a bug of rlbus; the server's log has it"))
 
