@@ -323,7 +323,7 @@ class VllmHttpEngine:
         return self._loras
 
     async def _take_over_loras(self, inner: VllmEngine, boot_id: str, capacity: int) -> None:
-        """Adapters that were loaded for an agent before stay, whole; what drained for it nobody would end, so it ends here.
+        """Adapters that were loaded for an agent before stay, whole; those that drained for it end here.
 
         Raises: EngineError, EngineDeadError. Cancel: called again, it finishes.
         """

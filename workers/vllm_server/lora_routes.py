@@ -110,7 +110,7 @@ class LoraRoutes:
         return None if self._worker is not None else lora_capacity(self._llm)
 
     def serve(self, llm: Any, worker: str | None) -> None:
-        """From now on. `worker` is the server's own name on the bus, whose agent has the adapters; None: there is none."""
+        """From now on. `worker` is the server's own name on the bus, if its own agent has the adapters."""
         self._llm, self._worker = llm, worker
         lora = None if worker is not None else getattr(getattr(llm, "vllm_config", None), "lora_config", None)
         if lora is not None and self.capacity is None:
