@@ -22,6 +22,7 @@ from rlbus.schemas import Fault, FaultCode
 MAX_BODY_BYTES = 16 << 20
 # Length of the peer's own words in an error.
 MAX_PROBLEM_CHARS = 500
+MAX_CODE_CHARS = 40
 # How long a connection may take, and how long to look whether anybody still listens after one was lost.
 CONNECT_S = 5.0
 LOOK_S = 1.0
@@ -120,6 +121,11 @@ class PeerError(EngineError):
     def problem(self) -> str:
         """The peer's own words, or what came in their place."""
         return self.fault.detail.get("problem", "")
+
+    @property
+    def code(self) -> str | None:
+        """What a peer that is rlbus' own says that it is, in its words for faults; None from any other."""
+        return self.fault.detail.get("code")
 
     @property
     def is_denied(self) -> bool:
@@ -232,7 +238,8 @@ class PeerClient:
             problem = f"redirects to {response.headers.get('location', '?')!r}; give the final URL"
         else:
             problem = f"answered {status}{f': {said}' if said else ''}"
-        return self._error(method, path, problem, said=said, status=str(status))
+        code = _code_of(data)
+        return self._error(method, path, problem, said=said, status=str(status), **({"code": code} if code else {}))
 
     async def _lost(self, method: str, path: str, exc: httpx.HTTPError) -> EngineError:
         """What a lost connection means: that nobody listens is a death, everything else may be only the connection."""
@@ -269,6 +276,15 @@ class PeerClient:
                 detail={"url": self.peer.url, "call": f"{method} {path}", "problem": said, **detail},
             )
         )
+
+
+def _code_of(data: str) -> str | None:
+    """The fault code that a surface of rlbus puts beside its error."""
+    try:
+        code = json.loads(data)["rlbus"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return code[:MAX_CODE_CHARS] if isinstance(code, str) else None
 
 
 def words_of(data: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlbus.cli.options import Json
-from rlbus.cli.run import Component, InstanceId, NoRestart, SystemHost, SystemPort, WeightRoots, _Worker
+from rlbus.cli.run import Component, InstanceId, LoraRoots, NoRestart, SystemHost, SystemPort, WeightRoots, _Worker
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError
 
@@ -64,6 +64,7 @@ def worker_vllm_http(
     component: Component = None,
     instance_id: InstanceId = None,
     weight_root: WeightRoots = None,
+    lora_root: LoraRoots = None,
     system_host: SystemHost = None,
     system_port: SystemPort = None,
     small: Annotated[bool, typer.Option("--small", help="Leave room for others on a machine without a GPU.")] = False,
@@ -73,7 +74,8 @@ def worker_vllm_http(
     """Put a vLLM server on the bus from outside, by its HTTP routes: one that runs, or one that is started here.
 
     The server needs VLLM_SERVER_DEV_MODE=1; for updates over a group also VLLM_PLUGINS=rlbus and
-    --weight-transfer-config '{"backend": "gloo"}'. One that is started here gets all that.
+    --weight-transfer-config '{"backend": "gloo"}', for adapters VLLM_PLUGINS=rlbus and --enable-lora. One that is
+    started here gets all that, except --enable-lora.
     """
     worker = _Worker(
         bus,
@@ -82,6 +84,7 @@ def worker_vllm_http(
         instance_id,
         weight_root,
         json,
+        lora_root,
         system_host=system_host,
         system_port=system_port,
     )
@@ -138,6 +141,7 @@ def beside(worker: _Worker, kind: str, arguments: list[str]) -> None:
             bus_config=bus_config,
             named=named,
             weight_roots=worker.roots,
+            lora_roots=worker.lora_roots,
             on_ready=lambda pid: worker.tell(pid, "is up; Ctrl-C ends it"),
         )
 
@@ -165,6 +169,7 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], key: 
             advertise_host=advertise_host,
             api_key=key,
             weight_roots=worker.roots,
+            lora_roots=worker.lora_roots,
             is_small=is_small,
             on_ready=lambda pid: worker.tell(pid, "is up; Ctrl-C ends both"),
         )

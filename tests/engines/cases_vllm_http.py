@@ -18,15 +18,25 @@ MAX_TOKENS = 2048
 
 
 class _Opened(_Weighted):
-    def __init__(self, http: httpx.AsyncClient, engine: Any, plane: Any, weights: Any) -> None:
-        super().__init__(None, engine, plane, weights)
+    def __init__(self, http: httpx.AsyncClient, engine: Any, plane: Any, weights: Any, folder: Path) -> None:
+        super().__init__(None, engine, plane, weights, folder=folder)
         self._http = http
 
     async def generate(
         self, prompt: tuple[int, ...], num_tokens: int, request_id: str, on_token: Callable[[], None] | None = None
     ) -> Generated:
+        return await self.generate_as(self.engine.info.model, prompt, num_tokens, request_id, on_token)
+
+    async def generate_as(
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        num_tokens: int,
+        request_id: str,
+        on_token: Callable[[], None] | None = None,
+    ) -> Generated:
         body = {
-            "model": self.engine.info.model,
+            "model": model,
             "prompt": list(prompt),
             "max_tokens": num_tokens,
             "temperature": 0,
@@ -38,6 +48,8 @@ class _Opened(_Weighted):
         finish = ""
         url = f"{self.engine.info.completions_url}/v1/completions"
         async with self._http.stream("POST", url, json=body, headers={"X-Request-Id": request_id}) as response:
+            if response.status_code == httpx.codes.NOT_FOUND:
+                raise LookupError(model)
             async for line in response.aiter_lines():
                 data = line.removeprefix("data: ")
                 if not data or data == "[DONE]":
@@ -65,13 +77,14 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     plane = TorchPlane("gloo")
     headers = {"Authorization": f"Bearer {API_KEY}"}
     transfer = ("--weight-transfer-config", '{"backend": "gloo"}', "--api-key", API_KEY)
-    server = programs.start_vllm(model, port, *transfer, "--max-model-len", str(MAX_TOKENS))
+    loras = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "4", "--max-lora-rank", "8")
+    server = programs.start_vllm(model, port, *transfer, *loras, "--max-model-len", str(MAX_TOKENS))
     engine = VllmHttpEngine(Peer.of(f"http://127.0.0.1:{port}", api_key=API_KEY), run_dir=str(folder))
     try:
         await asyncio.to_thread(server.until_answers, f"http://127.0.0.1:{port}/health")
         async with httpx.AsyncClient(headers=headers, timeout=120.0, trust_env=False) as http:
             await engine.start()
-            yield _Opened(http, engine, plane, load_file(model / "model.safetensors"))
+            yield _Opened(http, engine, plane, load_file(model / "model.safetensors"), folder)
     finally:
         await engine.aclose()
         await plane.aclose()

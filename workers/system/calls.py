@@ -219,7 +219,7 @@ async def read_call(request: Request, agent: Agent) -> Call:
     return Call(
         request=request,
         agent=agent,
-        body=await _read(request),
+        body=await read_body(request),
         caller=_caller(request),
         op_id=op_id,
         lease_s=_seconds(request, LEASE_S, DEFAULT_LEASE_S),
@@ -250,7 +250,12 @@ def _seconds(request: Request, name: str, default: float) -> float:
     return value
 
 
-async def _read(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
+    """The body, in bounded time and memory; one that isn't empty says that it is JSON.
+
+    Raises:
+        CallError: it is too large, too slow, or of another type. Cancel: nothing was done.
+    """
     too_large = CallError(413, "Body too large", f"the body has more than {MAX_BODY_BYTES} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:

@@ -1,17 +1,19 @@
 """A vLLM server that runs by itself, as an engine of rlbus: everything goes over its HTTP routes.
 
 The rules are those of `VllmEngine`, which drives the server here too, only through `RemoteLLM` instead of vLLM's own
-object. What that one knows of requests in flight, this one knows only of a server that has rlbus's plugin.
+object. What that one knows of requests in flight, and its adapters, this one has only of a server with rlbus's plugin.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from rlbus.errors import ConfigError, EngineDeadError
+from rlbus.errors import ConfigError, EngineDeadError, EngineError
 from rlbus.schemas import (
     ChecksumsData,
     Fault,
@@ -26,17 +28,23 @@ from rlbus.schemas import (
     TensorSpec,
     TensorSum,
     Version,
+    lora_id,
 )
-from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.found import Found
+from rlbus.workers.engines.lora import LoraInfo, Resident
+from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.peer_http import Peer, PeerClient, PeerError
 from rlbus.workers.vllm_http.facts import ServerFacts, ask, denied
+from rlbus.workers.vllm_http.loras import RemoteLoras
 from rlbus.workers.vllm_http.remote import RemoteLLM, until_healthy
 from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.about import ABOUT, About
 from rlbus.workers.vllm_server.engine import VllmEngine
 from rlbus.workers.vllm_server.exchange import clear_left
 from rlbus.workers.vllm_server.updates import CALL_S
+
+_log = logging.getLogger("rlbus.workers")
 
 NAME = "vllm_http"
 # While the server isn't there yet: between two looks, and between two lines in the log.
@@ -52,8 +60,10 @@ ROUTES = frozenset(
         "set_weight_version",
         "update_weights_from_disk",
         "update_weights_from_distributed",
+        *NATIVE_ROUTES,
     }
 )
+LORA_ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
 # Of a completion with several prompts, so many are looked for by the id of its request, where the server can't be asked
 # which there are.
 MAX_PROMPTS = 16
@@ -87,6 +97,7 @@ class VllmHttpEngine:
         self._facts: ServerFacts | None = None
         self._llm: RemoteLLM | None = None
         self._inner: VllmEngine | None = None
+        self._loras: RemoteLoras | None = None
         self._info: EngineInfo | None = None
         self._found: Found | None = None
 
@@ -131,6 +142,9 @@ class VllmHttpEngine:
         # With several API servers each knows only its own requests.
         if facts.config.parallel_config._api_process_count == 1:
             routes |= {"abort_request"}
+        if facts.about is not None and facts.about.lora_capacity is not None:
+            await self._take_over_loras(inner, facts.about.boot_id, facts.about.lora_capacity)
+            routes |= LORA_ROUTES
         self._info = EngineInfo(
             engine=NAME,
             model=info.model,
@@ -225,10 +239,38 @@ class VllmHttpEngine:
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
         await self._ready().finish_update(version)
+        await self._restore_after_weights()
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
         await self._ready().abort_update()
+        if self._loras is not None:
+            await self._loras.restore()
+
+    # --- an update that somebody else's trainer drives, see `NativeEngine`: over rlbus's backend in the server only
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `NativeEngine`."""
+        await self._ready().init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._ready().shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._ready().start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `NativeEngine`."""
+        await self._ready().update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `NativeEngine`."""
+        await self._ready().finish_native(version)
+        await self._restore_after_weights()
+
+    # --- from disk, and what there is
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""
@@ -241,6 +283,7 @@ class VllmHttpEngine:
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. The server has to find the folder under the same path."""
         await self._ready().load_weights(path, version)
+        await self._restore_after_weights()
 
     async def label_weights(self, version: Version) -> None:
         """See `LabelEngine`."""
@@ -250,7 +293,61 @@ class VllmHttpEngine:
         """See `VllmEngine.checksums`. Cancel: the engine goes on computing them."""
         return await self._ready().checksums()
 
+    # --- adapters, see `LoraEngine`
+
+    @property
+    def lora_info(self) -> LoraInfo:
+        """See `LoraEngine`."""
+        return self._with_loras().info
+
+    async def load_lora(self, name: str, revision: int, folder: Path, replaces: int | None = None) -> None:
+        """See `LoraEngine`. The server has to find the folder under the same path."""
+        await self._with_loras().load(name, revision, folder)
+
+    async def drain_lora(self, name: str, revision: int) -> None:
+        """See `LoraEngine`."""
+        await self._with_loras().drain(name, revision)
+
+    async def unload_lora(self, name: str, revision: int) -> int | None:
+        """See `LoraEngine`."""
+        return await self._with_loras().unload(name, revision)
+
+    async def list_loras(self) -> tuple[Resident, ...]:
+        """See `LoraEngine`."""
+        return await self._with_loras().residents()
+
     # --- within
+
+    def _with_loras(self) -> RemoteLoras:
+        assert self._loras is not None, "the routes aren't advertised without it"
+        return self._loras
+
+    async def _take_over_loras(self, inner: VllmEngine, boot_id: str, capacity: int) -> None:
+        """Adapters that were loaded for an agent before stay, whole; those that drained for it end here.
+
+        Raises: EngineError, EngineDeadError. Cancel: called again, it finishes.
+        """
+        loras = self._loras = RemoteLoras(self._remote(), inner.calls, boot_id=boot_id, capacity=capacity)
+        # It may have died between the end of an update, with which vLLM drops them, and this.
+        await loras.restore()
+        for found in await loras.residents():
+            if found.is_draining and found.revision is not None:
+                num_ended = await loras.unload(found.name, found.revision)
+                name = lora_id(found.name, found.revision)
+                _log.warning(
+                    "%s drained for an agent that is gone, and is unloaded; requests ended: %d", name, num_ended
+                )
+
+    async def _restore_after_weights(self) -> None:
+        """vLLM drops its adapters with an update or reload. Raises: UpdateFailedError: nobody may generate yet."""
+        if self._loras is None:
+            return
+        try:
+            await self._loras.restore()
+        except EngineDeadError:
+            raise
+        except EngineError as exc:
+            raise UpdateFailedError(exc.fault, weights_touched=True) from exc
 
     def _tell_if_lost(self, inner: VllmEngine) -> None:
         """A server that runs on with a lost engine (ranks out of step, a call that never comes back) has to be started

@@ -122,6 +122,10 @@ class RemoteLLM:
         assert method == "reload_weights", method
         return await self._collective("/collective_rpc", {"method": method, "kwargs": kwargs}, LOAD_S)
 
+    async def plugin(self, method: str, path: str, *, body: Any = None, limit_s: float) -> Any:
+        """One of the routes of rlbus's plugin. Raises: as `PeerClient.call`. Cancel: it goes on in the server."""
+        return await self._guard(self._client.call(method, path, body=body, limit_s=limit_s + BEYOND_S))
+
     # --- within
 
     async def _collective(self, path: str, body: Mapping[str, Any], limit_s: float) -> Any:

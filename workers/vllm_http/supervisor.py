@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rlbus.config import ENV_NAMES, BusConfig
 from rlbus.errors import ConfigError
+from rlbus.workers.config import ENV_NAMES as WORKER_NAMES
 from rlbus.workers.peer_http import WILDCARDS
 from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_env
 from rlbus.workers.supervisor.farewell import Farewells
@@ -37,6 +38,7 @@ LOST = "engine-lost"
 LOST_POLL_S = 0.5
 # The variable in which the agent of a server that we start finds its key.
 KEY_ENV = "RLBUS_SERVER_API_KEY"
+LORA_CACHE_DIR = WORKER_NAMES["lora_cache_dir"]
 # vLLM's own.
 VLLM_KEY_ENV = "VLLM_API_KEY"
 _PORT, _HOST, _UDS, _KEY, _TLS = "--port", "--host", "--uds", "--api-key", "--ssl-certfile"
@@ -51,12 +53,17 @@ class Pair:
 
 
 def agent_command(kind: str, arguments: Sequence[str], verbosity: int) -> Build:
-    """The command of an agent, `rlbus worker <kind>`, with a folder of its own for what the server answers in."""
+    """The command of an agent, `rlbus worker <kind>`, with a folder of its own for what the server answers in.
+
+    Its copies of adapters lie there, too, unless the user has named a folder: they outlive an agent, as the server
+    does, which reads them again after every update of its weights.
+    """
     inner = own_command((kind, *arguments), verbosity)
 
     def build(env: Mapping[str, str], run_dir: str) -> WorkerCommand:
         command = inner(env, run_dir)
-        return replace(command, env={**command.env, RUN_DIR: run_dir})
+        copies = {} if os.environ.get(LORA_CACHE_DIR) else {LORA_CACHE_DIR: str(Path(run_dir, "loras"))}
+        return replace(command, env={**command.env, RUN_DIR: run_dir, **copies})
 
     return build
 
@@ -163,6 +170,7 @@ async def supervise_pair(
     advertise_host: str | None = None,
     api_key: str | None = None,
     weight_roots: Sequence[str] = (),
+    lora_roots: Sequence[str] = (),
     is_small: bool = False,
     policy: RestartPolicy | None = None,
     on_ready: Callable[[int], None] = lambda pid: None,
@@ -186,7 +194,7 @@ async def supervise_pair(
             options,
             port=port,
             is_cpu_build=is_cpu_build,
-            agent_env=worker_env(bus_config, named.identity, weight_roots, state_dir),
+            agent_env=worker_env(bus_config, named.identity, weight_roots, state_dir, lora_roots),
             arguments=arguments,
             verbosity=verbosity,
             environ=os.environ,

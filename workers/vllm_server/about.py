@@ -23,11 +23,13 @@ _DEV_MODE = "VLLM_SERVER_DEV_MODE"
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """`boot_id` is another one for every start of the server. `worker` is its name on the bus, if it is there by
     itself. `requests` are the ids under which vLLM knows what is in flight; None if this process sees only a part.
+    `lora_capacity` is how many adapters a sidecar may load by the routes of `lora_routes`; None: there are no such.
     """
 
     boot_id: str
     worker: str | None = None
     requests: tuple[str, ...] | None = None
+    lora_capacity: int | None = None
 
     @classmethod
     def parse(cls, data: Any) -> "About":
@@ -48,6 +50,16 @@ def requests_of(llm: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(found))
 
 
+def has_dev_mode(environ: Mapping[str, str]) -> bool:
+    """Whether a server has vLLM's RL routes."""
+    return environ.get(_DEV_MODE, "0") != "0"
+
+
+def unauthorized() -> Response:
+    """For who brings none of the keys, in vLLM's own words: entrypoints/serve/middleware/authenticate.py"""
+    return JSONResponse({"error": "Unauthorized"}, status_code=401, headers={"www-authenticate": "Bearer"})
+
+
 def attach(
     app: Any,
     tell: Callable[[], About],
@@ -55,15 +67,13 @@ def attach(
     environ: Mapping[str, str] | None = None,
 ) -> None:
     """Add the route to vLLM's application, if it has vLLM's RL routes, too. A server with `keys` wants one of them."""
-    env = os.environ if environ is None else environ
-    if env.get(_DEV_MODE, "0") == "0":
+    if not has_dev_mode(os.environ if environ is None else environ):
         return
 
     async def about(request: Request) -> Response:
         wanted = keys()
         if wanted and not has_key(request.headers, wanted):
-            # vLLM's own words: entrypoints/serve/middleware/authenticate.py
-            return JSONResponse({"error": "Unauthorized"}, status_code=401, headers={"www-authenticate": "Bearer"})
+            return unauthorized()
         return JSONResponse(msgspec.to_builtins(tell()))
 
     app.add_api_route(ABOUT, about, methods=["GET"], include_in_schema=False)

@@ -32,7 +32,7 @@ from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
-from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of
+from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of, parent_of
 from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.native import PassedNative
 from rlbus.workers.vllm_server.sleeping import Sleeping
@@ -112,6 +112,11 @@ class VllmEngine(UpdatingEngine):
     def death(self) -> str | None:
         """Why the engine has to be restarted by what supervises the server; None while it lives."""
         return self._calls.death
+
+    @property
+    def calls(self) -> EngineCalls:
+        """What every call of this engine goes through, so that what else calls it takes its turn."""
+        return self._calls
 
     async def start(self) -> None:
         """Find out what the server can do. Cancel: leaves nothing."""
@@ -285,10 +290,7 @@ class VllmEngine(UpdatingEngine):
         return AbortedData(num_aborted=num_aborted, num_deferred=done.num_deferred, num_left=num_left)
 
     def _parent(self, own: str) -> str:
-        """The request that an internal id belongs to: with n > 1 several share one."""
-        state = self._llm.output_processor.request_states.get(own)
-        parent = None if state is None else state.parent_req
-        return own if parent is None else str(parent.request_id)
+        return parent_of(self._llm, own)
 
     async def _abort_named(self, names: list[str]) -> None:
         """End requests of these external names; with n > 1 each is several of the engine's."""

@@ -256,6 +256,13 @@ class VllmLoras:
         return len(ended)
 
 
+def parent_of(llm: Any, own: str) -> str:
+    """The request that an internal id of AsyncLLM belongs to: with n > 1 several share one."""
+    state = llm.output_processor.request_states.get(own)
+    parent = None if state is None else state.parent_req
+    return own if parent is None else str(parent.request_id)
+
+
 def capacity_of(config: Any) -> int:
     """How many adapters a server may have; 0: none soundly. `config` is a VllmConfig with a `lora_config`.
 

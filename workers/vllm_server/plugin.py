@@ -17,6 +17,7 @@ from typing import Any
 from rlbus.workers.vllm_server.about import About, attach, requests_of
 from rlbus.workers.vllm_server.attachment import SUPERVISED, Attachment
 from rlbus.workers.vllm_server.guards import Guards
+from rlbus.workers.vllm_server.lora_routes import LoraRoutes
 from rlbus.workers.vllm_server.surface import keys_of, token_of
 
 TRANSFER_MODULE = "rlbus.workers.vllm_server.transfer"
@@ -91,13 +92,15 @@ class EndpointPlugin:
         self._boot_id = secrets.token_hex(8)
         self._llm: Any = None
         self._keys: tuple[str, ...] = ()
+        self._loras = LoraRoutes(self._boot_id, lambda: self._keys)
 
     def attach_router(self, app: Any) -> None:
         """Called while the application is built. Its life span is what the agent lives in, and routes come with that;
-        what comes to the OpenAI routes is guarded; a sidecar asks `about`.
+        what comes to the OpenAI routes is guarded; a sidecar asks `about`, and loads adapters.
         """
         self._guards.attach(app)
         attach(app, self._about, lambda: self._keys)
+        self._loras.attach(app)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -127,10 +130,19 @@ class EndpointPlugin:
         if keys := keys_of(args, os.environ):
             self._keys = (*keys, *filter(None, (token_of(os.environ),)))
         self._attachment = Attachment.from_env(engine_client, args, guards=self._guards)
+        self._loras.serve(engine_client, self._worker)
+
+    @property
+    def _worker(self) -> str | None:
+        return None if self._attachment is None else self._attachment.who
 
     def _about(self) -> About:
-        worker = None if self._attachment is None else self._attachment.who
-        return About(boot_id=self._boot_id, worker=worker, requests=requests_of(self._llm))
+        return About(
+            boot_id=self._boot_id,
+            worker=self._worker,
+            requests=requests_of(self._llm),
+            lora_capacity=self._loras.capacity,
+        )
 
 
 def endpoint_plugin() -> EndpointPlugin:

@@ -48,6 +48,16 @@ def test_agent_is_told_where_its_server_is_and_who_it_is() -> None:
     assert {**AGENT_ENV, "RLBUS_RUN_DIR": "/run", KEY_ENV: ""}.items() <= agent.env.items()
 
 
+def test_copies_of_adapters_outlive_an_agent_unless_the_user_has_a_place_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server, which goes on, reads them again after every update of its weights."""
+    monkeypatch.delenv("RLBUS_LORA_CACHE_DIR", raising=False)
+    assert pair().agent.env["RLBUS_LORA_CACHE_DIR"] == "/run/loras"
+    monkeypatch.setenv("RLBUS_LORA_CACHE_DIR", "/mine")
+    assert "RLBUS_LORA_CACHE_DIR" not in pair().agent.env
+
+
 @pytest.mark.parametrize(
     ("options", "environ", "api_key", "expected"),
     [

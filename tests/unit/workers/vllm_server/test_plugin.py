@@ -20,6 +20,8 @@ pytestmark = pytest.mark.unit
 class Recorder:
     """Stands for an attachment, and notes what happens in which order."""
 
+    who = "backend/7"
+
     def __init__(self) -> None:
         self.events: list[str] = []
 
