@@ -224,10 +224,12 @@ def test_open_update_of_the_target_is_not_disturbed_by_a_look_at_the_draft(draft
         async with paused(opened), grouped(opened) as epoch:
             received, sent, _ = await transfer(opened, epoch, B)
             assert received.sums == sent
+            codes: list[FaultCode] = []
             try:
                 await draft(opened).draft_checksums()
             except FaultError as exc:
-                assert exc.code is FaultCode.BUSY
+                codes.append(exc.code)
+            assert codes in ([], [FaultCode.BUSY])
             await opened.engine.finish_update(B)
             await opened.engine.flush_cache()
         assert (await opened.engine.observe()).weight_version == str(B)

@@ -369,7 +369,7 @@ class Updates:
         )
 
     async def _ask_sums(self) -> list[RankOutcome | None]:
-        """Every rank's checksums of the model that vLLM's session is about. Called while nothing else holds the core."""
+        """Every rank's checksums of the model that vLLM's session is about. Within a call that holds the core."""
         folder = self._exchange.open(CHECKSUMS)
         try:
             info = {"folder": folder.path, "ask": CHECKSUMS, "first_dp_index": self._first_dp_index}
