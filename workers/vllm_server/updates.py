@@ -152,6 +152,11 @@ class Updates:
     async def _init(
         self, folder: CallFolder, plan: Any, first_rank: int, *, ask: str | None = None, limit_s: float = CALL_S
     ) -> None:
+        await self._calls.hold(
+            "init_weight_transfer_engine", lambda: self._call_init(folder, plan, first_rank, ask), limit_s
+        )
+
+    async def _call_init(self, folder: CallFolder, plan: Any, first_rank: int, ask: str | None) -> None:
         info = {
             "folder": folder.path,
             "plan": plan,
@@ -159,9 +164,7 @@ class Updates:
             "first_dp_index": self._first_dp_index,
             "ask": ask,
         }
-        await self._calls.hold(
-            "init_weight_transfer_engine", lambda: self._rpc("init_weight_transfer_engine", init_info=info), limit_s
-        )
+        await self._rpc("init_weight_transfer_engine", init_info=info)
 
     async def take_over(self) -> bool:
         """Bring an engine that ran before this agent to where an update can begin: no group, no open session. Whether
@@ -372,8 +375,7 @@ class Updates:
         """Every rank's checksums of the model that vLLM's session is about. Within a call that holds the core."""
         folder = self._exchange.open(CHECKSUMS)
         try:
-            info = {"folder": folder.path, "ask": CHECKSUMS, "first_dp_index": self._first_dp_index}
-            await self._rpc("init_weight_transfer_engine", init_info=info)
+            await self._call_init(folder, None, 0, CHECKSUMS)
             return [folder.outcome(CHECKSUMS, rank) for rank in range(self._world_size)]
         finally:
             folder.remove()
