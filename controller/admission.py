@@ -5,7 +5,9 @@ Everything here is checked before the first side effect; a fault means that noth
 
 from collections.abc import Sequence
 
+from rlbus.controller import draft
 from rlbus.controller.causes import fault
+from rlbus.controller.draft import DRAFT_ROUTE, view_of
 from rlbus.controller.op_ids import PAUSE_STEP, is_pause_of_op
 from rlbus.controller.registry import Member, Registry, list_names
 from rlbus.controller.update_state import Candidate, Group, Plan
@@ -140,7 +142,7 @@ def check_version(
     The fleet's own version may be given again to workers that don't have it: that catches them up.
     """
     if not _is_in_bounds(version):
-        return fault(FaultCode.BAD_MESSAGE, f"version is {version}; use numbers from 0 to {MAX_VERSION_NUMBER}")
+        return fault(FaultCode.BAD_MESSAGE, _beyond(version))
     fleet = registry.version
     if fleet is None or allow_rollback or version > fleet:
         return None
@@ -175,7 +177,10 @@ def check_update(
     problem = _numbers_problem(request, len(members))
     if problem is not None:
         return fault(FaultCode.BAD_MESSAGE, problem)
-    if (missing := check_route(members, UPDATE_ROUTE)) is not None:
+    missing = check_route(members, UPDATE_ROUTE)
+    if missing is None and request.is_draft:
+        missing = check_route(members, DRAFT_ROUTE)
+    if missing is not None:
         return missing
     if (sleeping := check_awake(members)) is not None:
         return sleeping
@@ -188,8 +193,7 @@ def check_update(
         if descriptor.world_size < 1:
             message = f"{member.worker} says that its world size is {descriptor.world_size}"
             return fault(FaultCode.WRONG_STATE, message, worker=member.worker)
-    regression = check_version(registry, members, request.version, allow_rollback=request.allow_rollback)
-    regression = regression or check_catch_up(registry, request, members, request.version)
+    regression = _check_newer(registry, members, request)
     if regression is not None:
         return regression
     if tensors is None:
@@ -201,6 +205,15 @@ def check_update(
     except ManifestError as exc:
         return exc.fault
     return None
+
+
+def _check_newer(registry: Registry, members: Sequence[Member], request: UpdateWeights) -> Fault | None:
+    if not _is_in_bounds(request.version):
+        return fault(FaultCode.BAD_MESSAGE, _beyond(request.version))
+    if request.is_draft:
+        return draft.check_version(members, request)
+    problem = check_version(registry, members, request.version, allow_rollback=request.allow_rollback)
+    return problem or check_catch_up(registry, request, members, request.version)
 
 
 def reload_version(registry: Registry, request: ReloadFleet) -> Version:
@@ -242,7 +255,7 @@ def plan_update(
         total_bytes=sum(num_bytes(spec) for spec in tensors),
         pages=pages,
         candidates=tuple(
-            Candidate(m.worker, m.boot_id, m.descriptor.world_size, _is_held(m), m.status.weights.version)
+            Candidate(m.worker, m.boot_id, m.descriptor.world_size, _is_held(m), view_of(m.status, request).version)
             for m in _in_order(members)
         ),
         next_epoch=registry.max_epoch + 1,
@@ -264,6 +277,10 @@ def _numbers_problem(request: UpdateWeights, num_workers: int) -> str | None:
     if not 0 < request.stall_s <= MAX_DEADLINE_S:
         return f"stall_s is {request.stall_s:g}; use more than 0 and at most {MAX_DEADLINE_S:g} seconds"
     return None
+
+
+def _beyond(version: Version) -> str:
+    return f"version is {version}; use numbers from 0 to {MAX_VERSION_NUMBER}"
 
 
 def _is_in_bounds(version: Version) -> bool:

@@ -13,6 +13,7 @@ from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Running
+from rlbus.controller.draft import is_draft
 from rlbus.controller.op import publish
 from rlbus.controller.registry import Member
 from rlbus.schemas import (
@@ -43,6 +44,11 @@ TELL_S = 1.0
 def is_catch_up(request: object) -> bool:
     """Whether this request only gives workers what the fleet has: its version, or an adapter."""
     return isinstance(request, UpdateWeights | ReloadFleet | LoadLoraFleet) and request.is_catch_up
+
+
+def keeps_version(request: object) -> bool:
+    """Whether this op leaves the fleet's version as it is, whatever version it gave to workers."""
+    return is_catch_up(request) or is_draft(request)
 
 
 class GivingWay:

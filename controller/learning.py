@@ -65,9 +65,12 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
         case DestroyGroup() if status.epoch == body.epoch:
             return change(status, epoch=None)
         case ReceiveWeights():
-            before = status.weights
+            before = status.draft if body.is_draft and status.draft is not None else status.weights
             last_good = before.last_good if before.version is None else before.version
-            return change(status, weights=WeightsView(state=WeightsState.UPDATING, last_good=last_good))
+            updating = WeightsView(state=WeightsState.UPDATING, last_good=last_good)
+            return change(status, draft=updating) if body.is_draft else change(status, weights=updating)
+        case CommitWeights() | GetVersion() | FinishUpdate() if isinstance(result.data, WeightsData):
+            return change(status, weights=result.data.weights, draft=result.data.draft or status.draft)
         case CommitWeights() | LoadWeights():
             weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
             return change(status, weights=weights)
@@ -78,7 +81,5 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
             return change(status, loras=change(status.loras, ids=ids, num_draining=num_draining))
         case Sleep() | WakeUp() if isinstance(result.data, SleepData):
             return change(status, asleep=result.data.asleep)
-        case GetVersion() | FinishUpdate() if isinstance(result.data, WeightsData):
-            return change(status, weights=result.data.weights)
         case _:
             return status

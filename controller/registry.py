@@ -13,6 +13,7 @@ from rlbus.controller import boots
 from rlbus.controller.boots import OldBoot
 from rlbus.controller.liveness import DEAD_INTERVALS, SUSPECT_INTERVALS, excused_s, interval_of, liveness_of
 from rlbus.schemas import (
+    WHOLE,
     Announcement,
     Descriptor,
     FleetView,
@@ -293,6 +294,8 @@ class Registry:
             return f"generation is {status.generation.value}{owner}"
         if weights.state is not WeightsState.CLEAN and not self._is_initial(member):
             return f"weights are {weights.state.value}"
+        if status.draft is not None and status.draft.state not in WHOLE:
+            return f"the draft model's weights are {status.draft.state.value}"
         if self._version is not None and weights.version != self._version:
             mine = "none" if weights.version is None else str(weights.version)
             return f"version {mine}, the fleet is at {self._version}"

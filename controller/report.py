@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlbus.controller.causes import fault, root_cause
+from rlbus.controller.draft import name_of
 from rlbus.controller.update_state import Damage, Group, Hold, Seat, UpdateState
 from rlbus.schemas import Fault, FaultCode, OpStatus, Outcome, Report, WorkerOutcome
 
@@ -35,7 +36,7 @@ def update_report(state: UpdateState, timings: Timings) -> Report:
         status = OpStatus.FAILED if has_stop else OpStatus.REFUSED
     return Report(
         op_id=request.op_id,
-        op="update_weights",
+        op=name_of(request),
         status=status,
         outcomes=outcomes,
         phases_s=dict(timings.phases_s),

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import named
+from rlbus.controller.draft import view_of
 from rlbus.controller.spans import check_joined
 from rlbus.controller.update_state import Blame, Damage, Hold, Seat, Stage, UpdateState
 from rlbus.schemas import WHOLE, Fault, FaultCode, Outcome, ReceivedData, WeightsData, WorkerId
@@ -140,10 +141,11 @@ def _settled(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     version before (the same step given again) is only as it was, unless a commit was asked for.
     """
     damage = Damage.TORN
-    new = state.plan.request.version
-    if answer.is_ok and isinstance(answer.data, WeightsData) and answer.data.weights.state in WHOLE:
+    request, new = state.plan.request, state.plan.request.version
+    weights = view_of(answer.data, request) if answer.is_ok and isinstance(answer.data, WeightsData) else None
+    if weights is not None and weights.state in WHOLE:
         may_be_committed = seat.candidate.version != new or (seat.blame is not None and seat.blame.phase == "commit")
-        if answer.data.weights.version == new and may_be_committed:
+        if weights.version == new and may_be_committed:
             return Note(replace(seat, damage=Damage.COMMITTED, blame=None))
         damage = Damage.NONE
     return _blame_answer(state, replace(seat, damage=damage), answer)

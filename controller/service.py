@@ -15,8 +15,9 @@ from rlbus.controller import admission
 from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.draft import name_of
 from rlbus.controller.frontend import Frontend
-from rlbus.controller.giving_way import GivingWay, is_catch_up
+from rlbus.controller.giving_way import GivingWay, keeps_version
 from rlbus.controller.greeting import Greeter
 from rlbus.controller.hearing import Hearing
 from rlbus.controller.journal import Journal
@@ -423,7 +424,7 @@ class Controller:
             self.settings.group_timeout_s,
             self._catch_ups.expected_sums(request),
         )
-        op = Op(self._bus, self.namespace, request, CATCH_UP if request.is_catch_up else "update_weights")
+        op = Op(self._bus, self.namespace, request, CATCH_UP if request.is_catch_up else name_of(request))
 
         async def work(running: Running) -> Report:
             return await self._run_update(running, plan)
@@ -458,7 +459,7 @@ class Controller:
         self._desk.begin(op, message.reply, work, is_mutation=True, record=record)
 
     def _committed(self, version: Version, request: MutationRequest, sums: Sequence[TensorSum] = ()) -> None:
-        if is_catch_up(request):
+        if keeps_version(request):
             return
         self.registry.committed(version)
         self._catch_ups.committed(version, request, sums)

@@ -8,7 +8,7 @@ from rlbus.bus import Bus
 from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
-from rlbus.controller.giving_way import is_catch_up
+from rlbus.controller.giving_way import keeps_version
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op
@@ -101,7 +101,7 @@ class Succession:
         version, mark = entry.item.version, self.journal.mark
         known = None if mark is None else max(mark.version, mark.rolled_back_from or mark.version)
         is_done = any(o.outcome is Outcome.OK for o in report.outcomes)
-        if version is None or not is_done or is_catch_up(entry.request) or (known is not None and version <= known):
+        if version is None or not is_done or keeps_version(entry.request) or (known is not None and version <= known):
             return
         self._registry.restore(version, None)
         self._catch_ups.committed(version, entry.request)
@@ -136,7 +136,7 @@ class Succession:
             fleet, known = self._registry.version, self._catch_ups.snapshot
             if fleet is not None and fleet == entry.item.version and (known is None or known.version != fleet):
                 version = fleet  # somebody said that it had it, and is gone since
-            if version is not None and (fleet is None or version >= fleet) and not is_catch_up(entry.request):
+            if version is not None and (fleet is None or version >= fleet) and not keeps_version(entry.request):
                 self._on_committed(version, entry.request)
             return report
 
@@ -187,7 +187,7 @@ class Succession:
         known = self._catch_ups.snapshot
         if known is not None and known.version == version:
             return
-        given = [e for e in self.journal.entries if e.item.version == version and not is_catch_up(e.request)]
+        given = [e for e in self.journal.entries if e.item.version == version and not keeps_version(e.request)]
         given = [e for e in given if e.item.status is not OpStatus.REFUSED]
         # The one that says so itself; else the newest.
         given.sort(key=lambda e: e.report is not None and any(o.outcome is Outcome.OK for o in e.report.outcomes))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import MAX_ATTEMPTS, in_attempt
 from rlbus.controller.causes import fault
+from rlbus.controller.draft import view_of
 from rlbus.controller.giving_way import is_catch_up
 from rlbus.controller.limits import ENDING_S, RETRY_S, limits_until
 from rlbus.controller.line import Line
@@ -46,6 +47,7 @@ from rlbus.schemas import (
     WakeFleet,
     WakeUp,
     WeightsState,
+    WeightsView,
     WorkerId,
     WorkerOutcome,
     WorkerStatus,
@@ -94,7 +96,7 @@ class TakeOver:
         match request:
             case UpdateWeights():
                 pausing = await self._settle_update(request)
-                await self._free(may_be_old=request.require is not None)
+                await self._free(may_be_old=request.require is not None or request.is_draft)
                 await self._destroy(pausing)
             case ReloadFleet():
                 await self._await_loads()
@@ -198,7 +200,7 @@ class TakeOver:
         free: list[WorkerId] = []
         for worker, status in self._seen.items():
             is_served = self._is_at_version(status) or not has_new or may_be_old
-            if is_served and status.weights.state not in TORN and self._is_held_by_op(status, None):
+            if is_served and self._view(status).state not in TORN and self._is_held_by_op(status, None):
                 free.append(worker)
         await self._until_free("free", ResumeGeneration(), free)
         await self._look()
@@ -253,11 +255,15 @@ class TakeOver:
 
     def _has(self, worker: WorkerId, state: WeightsState) -> bool:
         status = self._seen.get(worker)
-        return status is not None and status.weights.state is state
+        return status is not None and self._view(status).state is state
 
     def _is_at_version(self, status: WorkerStatus) -> bool:
-        version = self._entry.item.version
-        return version is not None and status.weights.state is WeightsState.CLEAN and status.weights.version == version
+        version, weights = self._entry.item.version, self._view(status)
+        return version is not None and weights.state is WeightsState.CLEAN and weights.version == version
+
+    def _view(self, status: WorkerStatus) -> WeightsView:
+        """The weights that the op is about."""
+        return view_of(status, self._entry.request)
 
     def _is_paused_by(self, status: WorkerStatus, owner: str) -> bool:
         return status.pause is not None and status.pause.owner == owner
@@ -321,7 +327,7 @@ class TakeOver:
 
     def _judge_weights(self, worker: WorkerId, status: WorkerStatus) -> tuple[Outcome, Fault | None]:
         is_stuck = worker not in self._entry.held and self._is_held_by_op(status, None)
-        if status.weights.state in TORN:
+        if self._view(status).state in TORN:
             message = "its controller died; weights are torn, and a full update or a reload makes them clean"
             return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message, weights="torn", generation="paused")
         if is_stuck:

@@ -53,6 +53,7 @@ from rlbus.schemas import (
     LeaveTask,
     Outcome,
     PauseGeneration,
+    PrepareDraftUpdate,
     PrepareWeightsUpdate,
     PutManifest,
     ReceiveWeights,
@@ -194,9 +195,8 @@ def _prepare(state: UpdateState) -> Decision:
 
 def _prepare_body(state: UpdateState) -> PrepareWeightsUpdate:
     request = state.plan.request
-    return PrepareWeightsUpdate(
-        version=request.version, manifest_digest=request.manifest_digest, allow_rollback=request.allow_rollback
-    )
+    body = PrepareDraftUpdate if request.is_draft else PrepareWeightsUpdate
+    return body(version=request.version, manifest_digest=request.manifest_digest, allow_rollback=request.allow_rollback)
 
 
 def _after_prepare(state: UpdateState) -> Decision:
@@ -303,6 +303,7 @@ def _receive(state: UpdateState) -> Decision:
         version=request.version,
         manifest_digest=request.manifest_digest,
         bucket_bytes=request.bucket_bytes,
+        is_draft=request.is_draft,
     )
     return _ask(state, Stage.RECEIVE, body, crew)
 

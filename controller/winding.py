@@ -144,7 +144,11 @@ def to_keep(state: UpdateState) -> tuple[WorkerId, ...]:
 
 
 def _has_new(state: UpdateState) -> bool:
-    """Whether others are at the new version; in a catch-up the whole fleet is."""
+    """Whether others are at the new version, so that nobody may serve the old one; in a catch-up the whole fleet is.
+    With drafts the tokens are the same.
+    """
+    if state.plan.request.is_draft:
+        return False
     return state.plan.request.is_catch_up or any(seat.damage is Damage.COMMITTED for seat in state.seats.values())
 
 

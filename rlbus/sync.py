@@ -253,6 +253,7 @@ class Trainer:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         on_progress: ProgressHandler | None = None,
         check: bool = True,
+        draft: bool = False,
     ) -> UpdateReport:
         """Give the fleet new weights; see `rlbus.AsyncTrainer.update_weights`, also for what it raises.
 
@@ -275,6 +276,7 @@ class Trainer:
                 bucket_bytes=bucket_bytes,
                 on_progress=on_progress,
                 check=check,
+                draft=draft,
             )
         )
 

@@ -65,6 +65,7 @@ from rlbus.schemas import (
     Report,
     SenderSignal,
     SenderStep,
+    SnapshotOffer,
     Target,
     TensorSpec,
     TensorSum,
@@ -116,8 +117,9 @@ class Trainer(TrainerLoras):
         snapshots: Snapshots | None = None,
     ) -> None:
         self.fleet = FleetClient(bus, namespace, caller=caller)
-        # The last version that some worker took from us, None before the first.
+        # The last version that some worker took from us, None before the first; the same of the draft model.
         self.version: Version | None = None
+        self.draft_version: Version | None = None
         self._bus = bus
         self._namespace = namespace
         self._plane = plane
@@ -168,6 +170,7 @@ class Trainer(TrainerLoras):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         on_progress: ProgressHandler | None = None,
         check: bool = True,
+        draft: bool = False,
     ) -> UpdateReport:
         """Give the fleet `weights` as `version`; returns when every worker has a final outcome.
 
@@ -185,6 +188,7 @@ class Trainer(TrainerLoras):
             bucket_bytes: size of what is sent at once; the memory used beyond the weights is twice that.
             on_progress: called on the loop as the update moves on.
             check: False returns a report that isn't ok instead of raising for it.
+            draft: they are the draft model's (speculative decoding), with versions of its own. No snapshot is kept.
 
         Raises (before anything is sent for the first two):
             ConfigError: an argument makes no sense, or the source can't be read twice.
@@ -200,7 +204,7 @@ class Trainer(TrainerLoras):
         op_id = self._bus.new_id()
         step = as_version(version, incarnation)
         try:
-            with self._alone(op_id, step, allow_rollback):
+            with self._alone(op_id, step, allow_rollback, draft):
                 await self._catch_ups.stop()
                 request = UpdateWeights(
                     op_id=op_id,
@@ -220,14 +224,15 @@ class Trainer(TrainerLoras):
                     reset_prefix_cache=reset_prefix_cache,
                     allow_rollback=allow_rollback,
                     stall_s=_positive("stall_s", stall_s),
-                    snapshot=self._snapshots.offer(step, self._catch_ups.inbox),
+                    snapshot=SnapshotOffer() if draft else self._snapshots.offer(step, self._catch_ups.inbox),
+                    is_draft=draft,
                 )
                 report, cause = await self._announce_and_run(request, weights, on_progress)
         except FaultError as exc:
             if check:
                 raise
             took_s = asyncio.get_running_loop().time() - started
-            return UpdateReport(_refused_report(op_id, step, exc, took_s))
+            return UpdateReport(_refused_report(op_id, step, exc, took_s, draft))
         if check and not (report.ok or _is_borne(report.report, require, on_failure)):
             _raise_for_update(report, cause)
         return report
@@ -238,22 +243,18 @@ class Trainer(TrainerLoras):
         await self._plane.aclose()
 
     @contextmanager
-    def _alone(self, op_id: str, version: Version, allow_rollback: bool) -> Iterator[None]:
+    def _alone(self, op_id: str, version: Version, allow_rollback: bool, draft: bool) -> Iterator[None]:
         """While inside, `op_id` is the one update of this trainer. Raises: RefusedError."""
         if self._running_op_id is not None:
             running = self._running_op_id
             raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
-        self._check_grows(version, allow_rollback)
+        if not allow_rollback:
+            _check_grows(version, self.draft_version if draft else self.version)
         self._running_op_id = op_id
         try:
             yield
         finally:
             self._running_op_id = None
-
-    def _check_grows(self, version: Version, allow_rollback: bool) -> None:
-        if self.version is not None and version < self.version and not allow_rollback:
-            message = f"version {version} is older than {self.version}, which this trainer sent before; versions grow"
-            raise refused(FaultCode.VERSION_REGRESSION, message, version=version, last=self.version)
 
     async def _announce_and_run(
         self, request: UpdateWeights, weights: Weights, on_progress: ProgressHandler | None
@@ -311,7 +312,7 @@ class Trainer(TrainerLoras):
     ) -> tuple[UpdateReport, BaseException | None]:
         """The op itself: hear the controller out while `SenderHalf` does what it says."""
         status: OpStatus | None = None
-        if not request.is_catch_up:
+        if not request.is_catch_up and not request.is_draft:
             source = self._snapshots.record(request, source, specs)
         order = SendOrder(request.op_id, request.version, source, specs, request.bucket_bytes)
         half = SenderHalf(self._bus, self._namespace, self._plane, order, self._group, self._caller)
@@ -330,7 +331,9 @@ class Trainer(TrainerLoras):
             self._group = half.state
             await self._snapshots.settle(request, source, specs, status)
         report = last.report
-        if report.status in (OpStatus.OK, OpStatus.PARTIAL) and not request.is_catch_up:
+        if report.status in (OpStatus.OK, OpStatus.PARTIAL) and request.is_draft:
+            self.draft_version = request.version
+        elif report.status in (OpStatus.OK, OpStatus.PARTIAL) and not request.is_catch_up:
             self.version = request.version
         num_tensors, send_s = (0, 0.0) if half.sent is None else (half.sent.num_tensors, half.sent.send_s)
         return UpdateReport(report, num_tensors, send_s), half.cause
@@ -433,6 +436,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _check_grows(version: Version, last: Version | None) -> None:
+    if last is not None and version < last:
+        message = f"version {version} is older than {last}, which this trainer sent before; versions grow"
+        raise refused(FaultCode.VERSION_REGRESSION, message, version=version, last=last)
+
+
 def _bucket_bytes(value: int) -> int:
     if not _is_int(value) or not MIN_BUCKET_BYTES <= value <= MAX_BUCKET_BYTES:
         raise ConfigError("bucket_bytes", value, f"use a whole number from {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}")
@@ -462,11 +471,11 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _refused_report(op_id: str, version: Version, error: FaultError, took_s: float) -> Report:
+def _refused_report(op_id: str, version: Version, error: FaultError, took_s: float, draft: bool) -> Report:
     """The report of an op that was never begun."""
     return Report(
         op_id=op_id,
-        op="update_weights",
+        op="update_draft" if draft else "update_weights",
         status=OpStatus.REFUSED,
         outcomes=(),
         phases_s={},

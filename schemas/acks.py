@@ -59,9 +59,13 @@ class ReceivedData(Data, frozen=True, kw_only=True, tag="received"):
 
 
 class WeightsData(Data, frozen=True, kw_only=True, tag="weights"):
-    """State and version of the weights, after a commit, a reload, or when asked."""
+    """State and version of the weights, after a commit, a reload, or when asked.
+
+    `draft` is that of the draft model's, from a worker that has one.
+    """
 
     weights: WeightsView
+    draft: WeightsView | None = None
 
 
 class ChecksumsData(Data, frozen=True, kw_only=True, tag="checksums"):

@@ -86,6 +86,13 @@ class PrepareWeightsUpdate(Body, frozen=True, kw_only=True, tag="prepare_weights
     allow_rollback: bool = False
 
 
+class PrepareDraftUpdate(PrepareWeightsUpdate, frozen=True, kw_only=True, tag="prepare_draft_update"):
+    """The same for the draft model of speculative decoding, whose manifest and versions are its own.
+
+    Served by engines that have one. What it prepares is received, committed and aborted as any update.
+    """
+
+
 class InitGroup(Body, frozen=True, kw_only=True, tag="init_weights_update_group"):
     """Join the process group with every rank of the worker's span and prove it by one tiny collective."""
 
@@ -104,7 +111,7 @@ class ReceiveWeights(Body, frozen=True, kw_only=True, tag="update_weights_from_d
     Precondition: paused, prepared for this version, member of `epoch`. From the first byte on, the weights are
     `updating`; a failure leaves them `dirty`. Answered with `ReceivedData`. The version isn't published before
     `CommitWeights`. `update_op_id` names the update that this belongs to, so that prepare, receive, commit and abort
-    (each with an op_id of its own) can be told from those of another update.
+    (each with an op_id of its own) can be told from those of another update. `is_draft`: prepared as a draft's.
     """
 
     update_op_id: OpId
@@ -112,6 +119,7 @@ class ReceiveWeights(Body, frozen=True, kw_only=True, tag="update_weights_from_d
     version: Version
     manifest_digest: str
     bucket_bytes: int
+    is_draft: bool = False
 
 
 class CommitWeights(Body, frozen=True, kw_only=True, tag="commit_weights_update"):
@@ -170,7 +178,11 @@ class SetVersion(Body, frozen=True, kw_only=True, tag="set_weight_version"):
 
 
 class GetChecksums(Body, frozen=True, kw_only=True, tag="get_weight_checksums"):
-    """Ask the engine for checksums of what it holds now. Answered with `ChecksumsData`."""
+    """Ask the engine for checksums of what it holds now, or of what its draft model does. Answered with
+    `ChecksumsData`.
+    """
+
+    is_draft: bool = False
 
 
 CommandBody = (
@@ -184,6 +196,7 @@ CommandBody = (
     | AbortRequest
     | PutManifest
     | PrepareWeightsUpdate
+    | PrepareDraftUpdate
     | InitGroup
     | DestroyGroup
     | ReceiveWeights

@@ -115,7 +115,8 @@ class UpdateWeights(Request, frozen=True, kw_only=True, tag="update_weights"):
     process: a group is reused only with the same one. `require` is the number of workers that have to end at the new
     version for the op to count as ok (None: all of the target). Every page of `manifest_digest` was put before.
     `snapshot` is what the trainer will keep of it. `is_catch_up`: `version` is the fleet's own, given again to the
-    workers of `target` that don't have it; any other mutation takes its place.
+    workers of `target` that don't have it; any other mutation takes its place. `is_draft`: they are the weights of the
+    draft model, and `version` is the draft's own.
     """
 
     version: Version
@@ -134,6 +135,7 @@ class UpdateWeights(Request, frozen=True, kw_only=True, tag="update_weights"):
     stall_s: float = 30.0
     snapshot: SnapshotOffer = SnapshotOffer()
     is_catch_up: bool = False
+    is_draft: bool = False
 
 
 class ReloadFleet(Request, frozen=True, kw_only=True, tag="reload"):

@@ -46,6 +46,13 @@ class WeightsChanged(WorkerEventBase, frozen=True, kw_only=True, tag="weights_ch
     version: Version | None = None
 
 
+class DraftChanged(WorkerEventBase, frozen=True, kw_only=True, tag="draft_changed"):
+    """The state or version of the draft model's weights changed."""
+
+    state: WeightsState
+    version: Version | None = None
+
+
 class SleepChanged(WorkerEventBase, frozen=True, kw_only=True, tag="sleep_changed"):
     """Parts of the engine's memory fell asleep or woke; `asleep` are those that sleep now, sorted."""
 
@@ -87,6 +94,7 @@ WorkerEvent = (
     GenerationPaused
     | GenerationResumed
     | WeightsChanged
+    | DraftChanged
     | SleepChanged
     | LoraLoaded
     | LoraDraining

@@ -74,7 +74,8 @@ class WorkerStatus(Wire, frozen=True, kw_only=True):
     `drift` says in words where what is observed differs from what was commanded; None when they agree.
     `op_id` is the mutation in progress. `epoch` is the process group it is in. `term` the highest it has seen. `work`
     is what excuses late heartbeats now. `asleep` are the parts of the engine's memory that sleep, sorted. `loras` is
-    None for an engine that takes no adapters, or didn't say.
+    None for an engine that takes no adapters, or didn't say. `draft` are the weights of its draft model (None: it has
+    none), whose versions are the draft's own.
     """
 
     generation: Generation
@@ -88,6 +89,7 @@ class WorkerStatus(Wire, frozen=True, kw_only=True):
     work: WorkView | None = None
     asleep: tuple[SleepTag, ...] = ()
     loras: LorasView | None = None
+    draft: WeightsView | None = None
 
 
 class Announcement(Wire, frozen=True, kw_only=True, tag_field="kind", tag="announcement"):

@@ -34,7 +34,10 @@ from rlbus.workers.answers import Answers, bad_message, find_op_id
 from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.draft import INITIAL as INITIAL_DRAFT
+from rlbus.workers.draft import is_for_draft, torn_part
 from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.engines.draft import DRAFT_ROUTE
 from rlbus.workers.engines.found import Found, FoundEngine
 from rlbus.workers.engines.sleep import SleepEngine
 from rlbus.workers.entrance import Entrance
@@ -139,6 +142,7 @@ class Agent:
             backends=info.backends,
             sleep_tags=engine.sleep_tags if isinstance(engine, SleepEngine) and "sleep" in routes else frozenset(),
             lora_info=lora_info,
+            draft=INITIAL_DRAFT if DRAFT_ROUTE in routes else None,
         )
         self._ledger = ledger
         if before is not None:
@@ -233,7 +237,7 @@ class Agent:
         self._state, actions = decide(before, event)
         for fact in facts(before, self._state, self._bus.clock.now()):
             if isinstance(fact, GenerationResumed) and fact.forced:
-                _log.warning("op %s forced a resume on %s weights", fact.op_id, before.weights.state.value)
+                _log.warning("op %s forced a resume on torn weights: %s", fact.op_id, torn_part(before))
             self.answers.event(fact)
         if is_visible(before, self._state):
             self._heartbeat.soon()
@@ -262,6 +266,7 @@ class Agent:
             work=work_of(state.running, self._config.work_lease_s),
             asleep=tuple(sorted(observed.asleep)),
             loras=self._loras.view(),
+            draft=state.draft,
         )
 
     # --- what outlives the process
@@ -416,7 +421,7 @@ class Agent:
         tensors = self._book.get(body.manifest_digest)
         if tensors is None:
             return None, None
-        return tensors, manifest_problem(self._engine, tensors, self.answers.max_bytes)
+        return tensors, manifest_problem(self._engine, tensors, self.answers.max_bytes, is_for_draft(body))
 
     def refuse(self, command: Command, reply: str | None, why: Fault) -> None:
         """Tell who asks that nothing was done, and why; a mutation's refusal is remembered."""

@@ -104,7 +104,8 @@ class Beside:
                 self._host.announce_soon()
                 self._answer(command, reply, StatusData(descriptor=self._host.descriptor, status=self._host.status()))
             case GetVersion():
-                self._answer(command, reply, WeightsData(weights=self._host.state.weights))
+                state = self._host.state
+                self._answer(command, reply, WeightsData(weights=state.weights, draft=state.draft))
             case GetOutcome() as body:
                 self._answer_outcome(command, reply, body)
             case RenewLease():

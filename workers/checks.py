@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rlbus.schemas import (
-    WHOLE,
     ApplyUpdate,
     CommandBody,
     CommitWeights,
@@ -21,6 +20,7 @@ from rlbus.schemas import (
     InitTransfer,
     LoadWeights,
     PauseGeneration,
+    PrepareDraftUpdate,
     PrepareReload,
     PrepareWeightsUpdate,
     ReceiveWeights,
@@ -34,6 +34,7 @@ from rlbus.schemas import (
     WeightsState,
 )
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
+from rlbus.workers.draft import is_committed, is_for_draft, torn_part, weights_of
 from rlbus.workers.state import WorkerState
 
 # Longest lease that a pause may have, in seconds: what is to hold longer than a day is an explicit hold.
@@ -125,8 +126,10 @@ def _check_tags(state: WorkerState, tags: tuple[SleepTag, ...] | None) -> Fault 
 def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
     if state.asleep:
         return asleep_problem(state.asleep, "resuming")
-    if body.force or state.weights.state in WHOLE:
+    if body.force or (torn := torn_part(state)) is None:
         return None
+    what, weights = torn
+    or_reload = " or a reload" if weights is state.weights else ""
     if state.session is not None:
         update = state.session.update_op_id
         return fault(
@@ -138,16 +141,16 @@ def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
         )
     return fault(
         FaultCode.DIRTY,
-        f"weights are {state.weights.state.value}; a full update or a reload makes them clean",
-        state=state.weights.state.value,
-        last_good=state.weights.last_good,
+        f"{what} are {weights.state.value}; a full update{or_reload} makes them clean",
+        state=weights.state.value,
+        last_good=weights.last_good,
     )
 
 
 def _check_prepare(state: WorkerState, body: PrepareWeightsUpdate) -> Fault | None:
     if problem := _check_awake(state, "an update"):
         return problem
-    current = state.weights.version
+    current = weights_of(state, is_for_draft(body)).version
     if body.base_version is not None and body.base_version != current:
         return fault(
             FaultCode.WRONG_STATE,
@@ -155,12 +158,12 @@ def _check_prepare(state: WorkerState, body: PrepareWeightsUpdate) -> Fault | No
             base_version=body.base_version,
             version=current,
         )
-    return _check_version(state, body.version, body.allow_rollback)
+    return _check_version(state, body.version, body.allow_rollback, is_for_draft(body))
 
 
-def _check_version(state: WorkerState, version: Version, allow_rollback: bool) -> Fault | None:
+def _check_version(state: WorkerState, version: Version, allow_rollback: bool, is_draft: bool = False) -> Fault | None:
     """Newer than what is served. Torn weights serve nothing: there the last good version itself may be restored."""
-    weights = state.weights
+    weights = weights_of(state, is_draft)
     is_clean = weights.state is WeightsState.CLEAN
     served = weights.version if is_clean else weights.last_good
     if allow_rollback or served is None or version > served or (version == served and not is_clean):
@@ -227,7 +230,8 @@ def _check_receive(state: WorkerState, body: ReceiveWeights) -> Fault | None:
     if state.epoch != body.epoch:
         return _stale_epoch(state, body.epoch)
     prepared = state.prepared
-    if prepared is None or (prepared.version, prepared.manifest_digest) != (body.version, body.manifest_digest):
+    what = body.version, body.manifest_digest, body.is_draft
+    if prepared is None or (prepared.version, prepared.manifest_digest, prepared.is_draft) != what:
         return fault(
             FaultCode.WRONG_STATE,
             f"version {body.version} with this manifest was not prepared here",
@@ -264,17 +268,14 @@ def _check_commit(state: WorkerState, body: CommitWeights) -> Fault | None:
     return None
 
 
-def is_committed(state: WorkerState, body: CommitWeights) -> bool:
-    """Whether this commit repeats the last one."""
-    return state.committed_op_id == body.update_op_id and state.weights.version == body.version
-
-
 def _check_load(state: WorkerState, body: LoadWeights) -> Fault | None:
     problem = _check_awake(state, "a reload") or _check_paused(state)
     return problem or _check_version(state, body.version, body.allow_rollback)
 
 
 def _check_checksums(state: WorkerState, body: GetChecksums) -> Fault | None:
+    if body.is_draft and state.draft is None:
+        return fault(FaultCode.NO_ROUTE, "this engine has no draft model that can be updated")
     return _check_awake(state, "a checksum")
 
 
@@ -353,6 +354,7 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     PauseGeneration: _check_pause,
     ResumeGeneration: _check_resume,
     PrepareWeightsUpdate: _check_prepare,
+    PrepareDraftUpdate: _check_prepare,
     InitGroup: _check_init,
     ReceiveWeights: _check_receive,
     CommitWeights: _check_commit,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlbus.schemas import (
-    WHOLE,
+    DraftChanged,
     GenerationPaused,
     GenerationResumed,
     LoraDraining,
@@ -16,6 +16,7 @@ from rlbus.schemas import (
     WeightsChanged,
     WorkerEvent,
 )
+from rlbus.workers.draft import is_whole
 from rlbus.workers.leases import is_resuming, work_of
 from rlbus.workers.state import WorkerState
 
@@ -28,6 +29,9 @@ def facts(before: WorkerState, after: WorkerState, at: float) -> tuple[WorkerEve
     if after.weights != before.weights:
         weights = after.weights
         found.append(WeightsChanged(**who, at=at, op_id=op_id, state=weights.state, version=weights.version))
+    if after.draft is not None and after.draft != before.draft:
+        draft = after.draft
+        found.append(DraftChanged(**who, at=at, op_id=op_id, state=draft.state, version=draft.version))
     if after.pause is not None and _kind(after.pause) != _kind(before.pause):
         pause = after.pause
         paused = GenerationPaused(
@@ -83,7 +87,7 @@ def _kind(pause: PauseView | None) -> object:
 def is_forced(state: WorkerState) -> bool:
     """Whether a resume is running that a person forced over torn weights."""
     body = None if state.running is None else state.running.body
-    return isinstance(body, ResumeGeneration) and body.force and state.weights.state not in WHOLE
+    return isinstance(body, ResumeGeneration) and body.force and not is_whole(state)
 
 
 def is_visible(before: WorkerState, after: WorkerState) -> bool:
@@ -94,5 +98,5 @@ def is_visible(before: WorkerState, after: WorkerState) -> bool:
 
 
 def _visible(state: WorkerState) -> object:
-    commanded = state.weights, _kind(state.pause), state.epoch, state.asleep, state.adapters
+    commanded = state.weights, state.draft, _kind(state.pause), state.epoch, state.asleep, state.adapters
     return commanded, work_of(state.running, 0.0)

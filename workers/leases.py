@@ -8,7 +8,6 @@ never over an open session (that is closed first), never on torn weights.
 from dataclasses import replace
 
 from rlbus.schemas import (
-    WHOLE,
     AbortWeights,
     ApplyUpdate,
     Fault,
@@ -30,6 +29,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.workers.checks import fault, lease_problem
+from rlbus.workers.draft import in_session, is_whole
 from rlbus.workers.moves import RunOwn
 from rlbus.workers.state import Lease, Running, WorkerState
 
@@ -111,7 +111,7 @@ def next_op(state: WorkerState) -> RunOwn | None:
             return None
         body = AbortWeights(update_op_id=update, reason="the lease of its pause ended without renewal")
         return RunOwn(f"{lease.end_op_id}-abort", body)
-    if state.weights.state in WHOLE and not state.asleep:
+    if is_whole(state) and not state.asleep:
         return RunOwn(_resume_id(lease.end_op_id), ResumeGeneration())
     return None
 
@@ -130,7 +130,7 @@ def to_take_back(state: WorkerState) -> str | None:
         return None
     if not isinstance(running.body, ReceiveWeights) or running.body.update_op_id != state.lease.end_update:
         return None
-    return running.op_id if state.weights.state is not WeightsState.UPDATING else None
+    return running.op_id if in_session(state).state is not WeightsState.UPDATING else None
 
 
 def retried(state: WorkerState) -> WorkerState:

@@ -22,6 +22,7 @@ import msgspec
 
 from rlbus.schemas import Fault, FaultCode, Result, ResultStatus, WeightsState, WeightsView
 from rlbus.schemas.base import Wire
+from rlbus.workers.draft import restarted
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
@@ -281,4 +282,5 @@ def come_back(fresh: WorkerState, past: Noted) -> WorkerState:
     version either; the version of the fleet, which the controller holds, decides.
     """
     weights = WeightsView(state=WeightsState.UNKNOWN)
+    fresh = restarted(fresh)
     return replace(fresh, term=past.term, newest_epoch=past.epoch, epoch_term=past.epoch_term, weights=weights)

@@ -47,8 +47,17 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.workers import leases, sleeping
-from rlbus.workers.checks import check_body, fault, is_committed, next_version
+from rlbus.workers.checks import check_body, fault, next_version
 from rlbus.workers.described import described
+from rlbus.workers.draft import (
+    committed,
+    in_session,
+    is_about_draft,
+    is_committed,
+    is_for_draft,
+    weights_of,
+    with_weights,
+)
 from rlbus.workers.journal import Record, digest_of
 from rlbus.workers.loras import check_load, check_unload, lora_event
 from rlbus.workers.moves import (
@@ -119,8 +128,8 @@ def decide(state: WorkerState, event: Event) -> Decision:
             return _first_byte(state, event), ()
         case SessionClosed():
             # What was received and not committed is torn; a failure has been judged before.
-            is_open = state.weights.state is WeightsState.UPDATING
-            return replace(state, session=None, weights=_torn(state) if is_open else state.weights), ()
+            is_open = in_session(state).state is WeightsState.UPDATING
+            return replace(_torn(state) if is_open else state, session=None), ()
         case GroupLeft():
             return replace(state, epoch=None), ()
         case Flushed():
@@ -172,7 +181,8 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
     prepared = state.prepared
     if isinstance(body, PrepareWeightsUpdate):
         assert event.tensors is not None
-        prepared = Prepared(command.op_id, body.version, body.manifest_digest, event.tensors)
+        is_draft = is_for_draft(body)
+        prepared = Prepared(command.op_id, body.version, body.manifest_digest, event.tensors, is_draft)
     return replace(state, running=mutation, prepared=prepared), (Run(),)
 
 
@@ -268,7 +278,9 @@ def _started(state: WorkerState) -> WorkerState:
         case InitGroup():
             return replace(state, epoch=None)
         case ReceiveWeights() as body:
-            return replace(state, session=Session(body.update_op_id, body.version, before=state.weights))
+            before = weights_of(state, body.is_draft)
+            session = Session(body.update_op_id, body.version, before, is_draft=body.is_draft)
+            return replace(state, session=session)
         case StartUpdate():
             return replace(state, session=Session(state.running.op_id, None, before=state.weights))
         case ApplyUpdate():
@@ -285,15 +297,23 @@ def _started(state: WorkerState) -> WorkerState:
 def _first_byte(state: WorkerState, event: FirstByte) -> WorkerState:
     if state.running is None or state.running.op_id != event.op_id or state.session is None:
         return state  # a thread that the engine abandoned still counts
-    return replace(state, weights=_updating(state.weights), owes_flush=True)
+    return _touched(state)
+
+
+def _touched(state: WorkerState) -> WorkerState:
+    """Bytes have come for the open session."""
+    updating = _updating(in_session(state))
+    return replace(with_weights(state, is_about_draft(state), updating), owes_flush=True)
 
 
 def _updating(weights: WeightsView) -> WeightsView:
     return WeightsView(state=WeightsState.UPDATING, last_good=_last_good(weights))
 
 
-def _torn(state: WorkerState) -> WeightsView:
-    return WeightsView(state=WeightsState.DIRTY, last_good=_last_good(state.weights))
+def _torn(state: WorkerState) -> WorkerState:
+    """What the open session is about can't be trusted."""
+    dirty = WeightsView(state=WeightsState.DIRTY, last_good=_last_good(in_session(state)))
+    return with_weights(state, is_about_draft(state), dirty)
 
 
 def _last_good(weights: WeightsView) -> Any:
@@ -335,12 +355,12 @@ def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
 def _undone(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
     assert state.session is not None
     # The session stays open until the engine has closed it (`SessionClosed`).
-    weights = _torn(state) if event.is_touched else state.session.before
+    before = with_weights(state, state.session.is_draft, state.session.before)
     cleanup: tuple[Action, ...] = (Cleanup.CLOSE_SESSION,)
     if isinstance(body, ReceiveWeights):
         cleanup += (Cleanup.LEAVE_GROUP,)
     touched = state.owes_flush or event.is_touched
-    return replace(state, weights=weights, prepared=None, owes_flush=touched), cleanup
+    return replace(_torn(state) if event.is_touched else before, prepared=None, owes_flush=touched), cleanup
 
 
 def _unchanged(state: WorkerState, body: Any, event: Ended) -> WorkerState:
@@ -374,13 +394,13 @@ def _left(state: WorkerState, body: DestroyGroup, event: Ended) -> WorkerState:
 def _received(state: WorkerState, body: ReceiveWeights, event: Ended) -> WorkerState:
     assert state.session is not None
     session = replace(state.session, is_received=True)
-    return replace(state, session=session, weights=_updating(state.weights), prepared=None, owes_flush=True)
+    return replace(_touched(state), session=session, prepared=None)
 
 
 def _committed(state: WorkerState, body: CommitWeights, event: Ended) -> WorkerState:
     if is_committed(state, body):
         return state
-    return replace(_clean(state, body.version), committed_op_id=body.update_op_id)
+    return _clean(committed(state, body), body.version)
 
 
 def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
@@ -388,9 +408,11 @@ def _loaded(state: WorkerState, body: LoadWeights, event: Ended) -> WorkerState:
 
 
 def _clean(state: WorkerState, version: Version) -> WorkerState:
-    weights = WeightsView(state=WeightsState.CLEAN, version=version, last_good=version)
-    state = replace(state, weights=weights, is_unnamed=False, session=None, prepared=None, owes_flush=True)
-    return leases.healed(state)
+    """What the open session is about is; without one, the target's weights are."""
+    weights, is_draft = WeightsView(state=WeightsState.CLEAN, version=version, last_good=version), is_about_draft(state)
+    is_unnamed = state.is_unnamed and is_draft
+    state = with_weights(state, is_draft, weights)
+    return leases.healed(replace(state, is_unnamed=is_unnamed, session=None, prepared=None, owes_flush=True))
 
 
 def _applied(state: WorkerState, body: ApplyUpdate, event: Ended) -> WorkerState:

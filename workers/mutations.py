@@ -50,8 +50,10 @@ from rlbus.schemas import (
 )
 from rlbus.transfer.sums import sums_digest
 from rlbus.workers import lora_calls, native_calls
-from rlbus.workers.checks import REFUSALS, asleep_problem, fault, is_committed
+from rlbus.workers.checks import REFUSALS, asleep_problem, fault
+from rlbus.workers.draft import after_commit, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.draft import drafter
 from rlbus.workers.engines.label import LabelEngine
 from rlbus.workers.engines.sleep import in_order, sleeper
 from rlbus.workers.lora_calls import Files, lora_engine
@@ -138,7 +140,7 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
         case CommitWeights():
             if not is_committed(around.state, body):
                 await engine.finish_update(body.version)
-            return _clean(body.version)
+            return after_commit(around.state, body)
         case AbortWeights():
             session = around.state.session
             if session is not None and session.update_op_id == body.update_op_id:
@@ -153,7 +155,7 @@ async def perform(engine: Engine, op_id: str, body: CommandBody, around: Surroun
         case SetVersion():
             return await _name(engine, body)
         case GetChecksums():
-            return await engine.checksums()
+            return await (drafter(engine).draft_checksums() if body.is_draft else engine.checksums())
         case Sleep():
             return await _sleep(engine, body, around)
         case WakeUp():
@@ -235,7 +237,9 @@ async def _receive(engine: Engine, body: ReceiveWeights, around: Surroundings) -
     state = around.state
     assert state.prepared is not None
     assert state.running is not None
-    order = ReceiveOrder(body.update_op_id, body.epoch, body.version, state.prepared.tensors, body.bucket_bytes)
+    order = ReceiveOrder(
+        body.update_op_id, body.epoch, body.version, state.prepared.tensors, body.bucket_bytes, body.is_draft
+    )
     around.apply(Started(state.running.op_id))
     return await engine.receive_weights(order, around.on_ready, around.on_progress)
 

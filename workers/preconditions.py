@@ -12,6 +12,7 @@ from rlbus.errors import FaultError
 from rlbus.schemas import Fault, FaultCode, TensorSpec
 from rlbus.workers.checks import fault
 from rlbus.workers.engines.base import Engine
+from rlbus.workers.engines.draft import drafter
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -21,8 +22,10 @@ SUM_OVERHEAD_BYTES = 24
 RESULT_OVERHEAD_BYTES = 1024
 
 
-def manifest_problem(engine: Engine, tensors: Sequence[TensorSpec], max_bytes: int) -> Fault | None:
-    """Why this manifest can't be taken, or None: it doesn't fit the model, or its checksums no message."""
+def manifest_problem(
+    engine: Engine, tensors: Sequence[TensorSpec], max_bytes: int, is_draft: bool = False
+) -> Fault | None:
+    """Why this manifest can't be taken, or None: it doesn't fit the (draft) model, or its checksums no message."""
     sums_bytes = sum(len(spec.name.encode()) + SUM_OVERHEAD_BYTES for spec in tensors) + RESULT_OVERHEAD_BYTES
     if sums_bytes > max_bytes:
         return fault(
@@ -32,7 +35,10 @@ def manifest_problem(engine: Engine, tensors: Sequence[TensorSpec], max_bytes: i
             limit_bytes=max_bytes,
         )
     try:
-        engine.check_manifest(tensors)
+        if is_draft:
+            drafter(engine).check_draft_manifest(tensors)
+        else:
+            engine.check_manifest(tensors)
     except FaultError as exc:
         return exc.fault
     except Exception as exc:  # noqa: BLE001 - an adapter's bug: the log has it, the sender gets a refusal

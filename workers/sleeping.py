@@ -7,7 +7,8 @@ paused. In doubt (a sleep that failed) a tag counts as asleep until the engine h
 
 from dataclasses import replace
 
-from rlbus.schemas import WHOLE, PauseMode, PauseView, Sleep, SleepTag, WakeUp, WeightsState, WeightsView
+from rlbus.schemas import PauseMode, PauseView, Sleep, SleepTag, WakeUp, WeightsState, WeightsView
+from rlbus.workers.draft import is_whole
 from rlbus.workers.leases import RETRY_S
 from rlbus.workers.state import Lease, WorkerState
 
@@ -28,16 +29,16 @@ def discards(state: WorkerState, body: Sleep) -> bool:
 
 def slept(state: WorkerState, body: Sleep) -> WorkerState:
     """The tags sleep now, or may do so."""
-    weights = _discarded(state.weights) if discards(state, body) else state.weights
+    state = _discarded(state) if discards(state, body) else state
     prepared = None if SleepTag.WEIGHTS in meant(state, body) else state.prepared
-    return replace(state, asleep=state.asleep | meant(state, body), weights=weights, prepared=prepared)
+    return replace(state, asleep=state.asleep | meant(state, body), prepared=prepared)
 
 
 def failed(state: WorkerState, body: Sleep, is_touched: bool) -> tuple[WorkerState, frozenset[SleepTag]]:
     """A sleep has failed half way: the state in doubt, and the tags that have to be taken back."""
     new = meant(state, body) - state.asleep
-    weights = _discarded(state.weights) if is_touched and discards(state, body) else state.weights
-    return replace(state, asleep=state.asleep | new, weights=weights), new
+    state = _discarded(state) if is_touched and discards(state, body) else state
+    return replace(state, asleep=state.asleep | new), new
 
 
 def woken(state: WorkerState, tags: frozenset[SleepTag]) -> WorkerState:
@@ -53,9 +54,15 @@ def woken(state: WorkerState, tags: frozenset[SleepTag]) -> WorkerState:
 
 def may_run(state: WorkerState) -> bool:
     """Whether a worker that has just woken may generate: nobody holds it, nothing sleeps, its weights are whole."""
-    return not state.asleep and state.pause is None and state.session is None and state.weights.state in WHOLE
+    return not state.asleep and state.pause is None and state.session is None and is_whole(state)
 
 
-def _discarded(weights: WeightsView) -> WeightsView:
+def _discarded(state: WorkerState) -> WorkerState:
+    """The draft model's weights are gone with the target's."""
+    draft = None if state.draft is None else _dirty(state.draft)
+    return replace(state, weights=_dirty(state.weights), draft=draft)
+
+
+def _dirty(weights: WeightsView) -> WeightsView:
     last_good = weights.version if weights.version is not None else weights.last_good
     return WeightsView(state=WeightsState.DIRTY, last_good=last_good)

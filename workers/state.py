@@ -51,6 +51,7 @@ class Prepared:
     version: Version
     manifest_digest: str
     tensors: tuple[TensorSpec, ...]
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class Session:
     is_received: bool = False
     # What another trainer said that it brings, kept where `before` isn't whole: only all of a model heals it.
     tensors: tuple[TensorSpec, ...] = ()
+    # It is about the draft model's weights, and so is `before`.
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,9 @@ class WorkerState:
     weights: WeightsView = field(default_factory=lambda: WeightsView(state=WeightsState.CLEAN))
     # Nobody has said which version the clean weights are: the one they have is only the next, and may yet be named.
     is_unnamed: bool = False
+    # Those of the draft model; None: the engine has none. `draft_op_id` as `committed_op_id`.
+    draft: WeightsView | None = None
+    draft_op_id: str | None = None
     # None: commanded to run.
     pause: PauseView | None = None
     # None: not paused, or an explicit hold.

@@ -168,6 +168,9 @@ def warnings_of(member: MemberView, now: float, *, is_op_running: bool = False) 
         found.append("has UNKNOWN weights: nobody can say which, until an update")
     if weights.state is WeightsState.UPDATING and not is_op_running and member.status.op_id is None:
         found.append("has an update OPEN that nobody ends: the next full update or `rlbus update` heals it")
+    if member.status.draft is not None and member.status.draft.state is WeightsState.DIRTY:
+        last = "" if member.status.draft.last_good is None else f" (last good: {member.status.draft.last_good})"
+        found.append(f"has a DIRTY draft model{last}: it stays paused until a full update of the draft")
     if member.status.asleep:
         found.append(f"is ASLEEP: {', '.join(member.status.asleep)}; it generates nothing until `rlbus wake`")
     if pause is not None:
@@ -214,7 +217,7 @@ def _member_row(member: MemberView, now: float) -> Sequence[str]:
         str(descriptor.world_size),
         member.liveness.value + ("" if status.work is None else " (at work)"),
         generation,
-        weights_text(status.weights),
+        weights_text(status.weights) + ("" if status.draft is None else f", draft {weights_text(status.draft)}"),
         admitted,
         f"{age(member.age_s)} ago",
     )
@@ -246,8 +249,8 @@ def _result_text(outcome: WorkerOutcome) -> str:
     if outcome.fault is not None:
         return f"{outcome.fault.message} [{outcome.fault.code.value}]"
     match outcome.data:
-        case WeightsData(weights=weights):
-            return f"weights {weights_text(weights)}"
+        case WeightsData(weights=weights, draft=draft):
+            return f"weights {weights_text(weights)}" + ("" if draft is None else f", draft {weights_text(draft)}")
         case PausedData(num_aborted=num_aborted, num_held=num_held):
             counts = [("ended", num_aborted), ("held", num_held)]
             return ", ".join(f"{count} {what}" for what, count in counts if count is not None)

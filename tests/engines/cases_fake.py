@@ -14,7 +14,9 @@ from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.lora_testing import fake_adapter
 
 
-class _Opened:
+class OpenedFake:
+    """The fake engine and its sender."""
+
     def __init__(self) -> None:
         self._num_tensors: asyncio.Queue[int | None] = asyncio.Queue()
         self.engine = FakeEngine(world_size=2, feed=self._feed)
@@ -76,8 +78,8 @@ class _Opened:
 
 
 @asynccontextmanager
-async def _open(folder: Path) -> AsyncIterator[_Opened]:
-    opened = _Opened()
+async def _open(folder: Path) -> AsyncIterator[OpenedFake]:
+    opened = OpenedFake()
     try:
         await opened.engine.start()
         yield opened

@@ -14,8 +14,8 @@ from rlbus.workers.engines.contract import EngineCase, Generated
 from tests.engines.native_side import NativeSide
 
 # What is not set here, or set otherwise, starves the other processes of a small machine (facts/vllm-cpu.md 0).
-_ENV = {"VLLM_PLUGINS": "rlbus", "VLLM_LOGGING_LEVEL": "WARNING"}
-_MAX_TOKENS = 512
+ENV = {"VLLM_PLUGINS": "rlbus", "VLLM_LOGGING_LEVEL": "WARNING"}
+MAX_TOKENS = 512
 
 
 class OpenedVllm:
@@ -35,7 +35,7 @@ class OpenedVllm:
         self._plane = plane
         self._weights = weights
         self._tensors = weight_source(weights).specs()
-        self.native = NativeSide(self._of, 1)
+        self.native = NativeSide(self.weights_of, 1)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self._tensors
@@ -60,7 +60,7 @@ class OpenedVllm:
         from rlbus.errors import TransferError
         from rlbus.transfer.checksum import tensor_checksum
 
-        weights = self._of(order.version)
+        weights = self.weights_of(order.version)
         names = list(weights)[:num_tensors]
         source = _Cut(self._tensors, {name: weights[name] for name in names})
         try:
@@ -83,7 +83,9 @@ class OpenedVllm:
         from safetensors.torch import save_file
 
         os.makedirs(folder)
-        save_file({name: tensor.clone() for name, tensor in self._of(version).items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.clone() for name, tensor in self.weights_of(version).items()}, folder / "model.safetensors"
+        )
 
     async def generate(
         self, prompt: tuple[int, ...], num_tokens: int, request_id: str, on_token: Callable[[], None] | None = None
@@ -129,7 +131,7 @@ class OpenedVllm:
             seen = tokens
         return Generated(seen, finish)
 
-    def _of(self, version: Version) -> Mapping[str, Any]:
+    def weights_of(self, version: Version) -> Mapping[str, Any]:
         """The model's own weights as step 0; others are moved by noise that the version seeds."""
         import torch
 
@@ -160,7 +162,7 @@ async def _open(folder: Path) -> AsyncIterator[OpenedVllm]:
     from rlbus.workers.torch_lm.make import make_tiny_model
     from rlbus.workers.vllm_server.supervisor import small_machine_env
 
-    with mock.patch.dict(os.environ, {**_ENV, **small_machine_env()}), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, {**ENV, **small_machine_env()}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own, and those of what it imports
         from safetensors.torch import load_file
         from vllm import AsyncEngineArgs
@@ -176,7 +178,7 @@ async def _open(folder: Path) -> AsyncIterator[OpenedVllm]:
             model=str(folder / "model"),
             dtype="float32",
             enforce_eager=True,
-            max_model_len=_MAX_TOKENS,
+            max_model_len=MAX_TOKENS,
             kv_cache_memory_bytes=64 << 20,
             weight_transfer_config=WeightTransferConfig(backend="gloo"),
             enable_lora=True,

@@ -67,6 +67,7 @@ STATUS = s.WorkerStatus(
     work=s.WorkView(route="update_weights_from_distributed", since=1700000000.5, lease_s=30.0),
     asleep=(s.SleepTag.KV_CACHE, s.SleepTag.WEIGHTS),
     loras=s.LorasView(ids=("policy@7",), capacity=4, num_draining=1, can_drain=False, can_hot_swap=True),
+    draft=WEIGHTS,
 )
 SHA = "0f" * 32
 OBJECT = s.ObjectSource(bucket="rlbus_loras", key="policy/7", sha256="f0" * 32, num_bytes=4096)
@@ -90,9 +91,12 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.AbortRequest(request_ids=("r1", "r2")),
     s.PutManifest(page=PAGE),
     s.PrepareWeightsUpdate(version=V2, manifest_digest="d1", base_version=V1, allow_rollback=True),
+    s.PrepareDraftUpdate(version=V2, manifest_digest="d1", base_version=V1, allow_rollback=True),
     s.InitGroup(plan=PLAN),
     s.DestroyGroup(epoch=3),
-    s.ReceiveWeights(update_op_id="up-1", epoch=3, version=V2, manifest_digest="d1", bucket_bytes=1048576),
+    s.ReceiveWeights(
+        update_op_id="up-1", epoch=3, version=V2, manifest_digest="d1", bucket_bytes=1048576, is_draft=True
+    ),
     s.CommitWeights(update_op_id="up-1", version=V2),
     s.AbortWeights(update_op_id="up-1", reason="sender gave up"),
     s.PrepareReload(path="/models/step-42", version=V2, allow_rollback=True, sums_digest="d2"),
@@ -104,7 +108,7 @@ BODIES: tuple[s.CommandBody, ...] = (
     s.StartUpdate(),
     s.ApplyUpdate(info='{"names":["a"]}', update_op_id="op-0"),
     s.FinishUpdate(version=V2, update_op_id="op-0"),
-    s.GetChecksums(),
+    s.GetChecksums(is_draft=True),
     s.Sleep(tags=(s.SleepTag.WEIGHTS,), level=2, mode=s.PauseMode.KEEP),
     s.WakeUp(tags=(s.SleepTag.WEIGHTS,)),
     s.LoadLora(name="policy", revision=7, checksum=SHA, source=OBJECT, hot_swap=True, evict_idle=True),
@@ -116,7 +120,7 @@ DATA: tuple[s.ResultData, ...] = (
     s.AbortedData(num_aborted=2, num_deferred=1, num_left=3),
     s.JoinedData(epoch=3, ranks=(1, 2), world_size=3),
     s.ReceivedData(num_bytes=131200, num_tensors=2, sums=SUMS, receive_s=0.5, load_s=0.25),
-    s.WeightsData(weights=WEIGHTS),
+    s.WeightsData(weights=WEIGHTS, draft=WEIGHTS),
     s.ChecksumsData(algorithm="rlbus-1", sums=SUMS),
     s.SleepData(asleep=(s.SleepTag.KV_CACHE,), num_bytes=131200, num_aborted=2),
     s.StatusData(descriptor=DESCRIPTOR, status=STATUS),
@@ -215,6 +219,7 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
             stall_s=7.5,
             snapshot=OFFER,
             is_catch_up=True,
+            is_draft=True,
         ),
     ),
     (
@@ -282,6 +287,7 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     (s.WorkerEvent, s.GenerationPaused(**EVENT, mode="keep", owner="op-1", expires_at=1700000030.5)),
     (s.WorkerEvent, s.GenerationResumed(**EVENT, forced=True, lease_ended=True, owner="op-1")),
     (s.WorkerEvent, s.WeightsChanged(**EVENT, state=s.WeightsState.CLEAN, version=V2)),
+    (s.WorkerEvent, s.DraftChanged(**EVENT, state=s.WeightsState.CLEAN, version=V2)),
     (s.WorkerEvent, s.SleepChanged(**EVENT, asleep=(s.SleepTag.KV_CACHE,))),
     (s.WorkerEvent, s.LoraLoaded(**EVENT, name="policy", revision=7, checksum=SHA, hot_swap=True)),
     (s.WorkerEvent, s.LoraDraining(**EVENT, name="policy", revision=6)),

@@ -66,13 +66,17 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:
-    """One transfer: which tensors come, in which order, over which group, cut into which buckets."""
+    """One transfer: which tensors come, in which order, over which group, cut into which buckets.
+
+    `is_draft` only for engines that list that route (`rlbus.workers.engines.draft`).
+    """
 
     update_op_id: str
     epoch: int
     version: Version
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
+    is_draft: bool = False
 
 
 class UpdateFailedError(RLBusError):

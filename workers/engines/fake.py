@@ -34,6 +34,7 @@ from rlbus.schemas import (
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.fake_draft import DRAFT_ROUTE, WithDraft
 from rlbus.workers.engines.fake_loras import DEFAULT_CAPACITY, FakeLoras, WithLoras
 from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.fake_memory import FakeMemory
@@ -79,13 +80,14 @@ INITIAL = Version(incarnation=0, step=0)
 Feed = Callable[[ReceiveOrder], Awaitable[int | None]]
 
 
-class FakeEngine(WithLoras, WithNative):
+class FakeEngine(WithLoras, WithNative, WithDraft):
     """A fake engine; see the module. `calls` has the verbs in the order of their begin, `violations` what went wrong.
 
     Args:
         step_s: how long a step takes.
         feed: the sender's side of a transfer, awaited once the receiver stands: how many tensors it sends before it
             gives up, or None for all. Without one everything is there at once.
+        draft_tensors: those of its draft model; with none it has no such model.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class FakeEngine(WithLoras, WithNative):
         completions_url: str | None = None,
         feed: Feed | None = None,
         loras: LoraInfo = LORAS,
+        draft_tensors: Sequence[TensorSpec] = (),
     ) -> None:
         self._feed = feed
+        routes = routes | {DRAFT_ROUTE} if draft_tensors else routes
         self._script = FakeScript() if script is None else script
         self._info = EngineInfo("fake", model, world_size, routes, ("fake",), completions_url=completions_url)
         self.tensors = tuple(tensors)
@@ -110,6 +114,8 @@ class FakeEngine(WithLoras, WithNative):
         self._num_calls: dict[str, int] = {}
         # Which version each tensor's bytes belong to; more than one value means torn.
         self.held: dict[str, Version] = {spec.name: INITIAL for spec in self.tensors}
+        self.draft_tensors = tuple(draft_tensors)
+        self.draft_held = {spec.name: INITIAL for spec in self.draft_tensors}
         self._signature = self._sign()
         self.label: Version | None = None
         self.epoch: int | None = None
@@ -208,7 +214,8 @@ class FakeEngine(WithLoras, WithNative):
         if not step.skips:
             await self._bring(order, step, on_progress)
         self._is_received = True
-        sums = () if step.skips else tuple(self._sum(spec, step.wrong_sum_of) for spec in order.tensors)
+        held = self.draft_held if order.is_draft else self.held
+        sums = () if step.skips else tuple(_sum(spec, held, step.wrong_sum_of) for spec in order.tensors)
         return ReceivedData(
             num_bytes=0 if step.skips else sum(num_bytes(spec) for spec in order.tensors),
             num_tensors=len(sums),
@@ -226,7 +233,8 @@ class FakeEngine(WithLoras, WithNative):
         if step.fault is not None:
             raise UpdateFailedError(step.fault, step.claims_touched is not False)
         await self._deviate(step)
-        self.session, self.label = None, version
+        self.label = self.label if self.session.is_draft else version
+        self.session = None
 
     async def abort_update(self) -> None:
         """See `Engine`."""
@@ -273,7 +281,7 @@ class FakeEngine(WithLoras, WithNative):
         """See `Engine`."""
         await self._play("checksums")
         self.memory.touch(SleepTag.WEIGHTS, "checksums")
-        return ChecksumsData(algorithm="fake", sums=tuple(self._sum(spec, None) for spec in self.tensors))
+        return ChecksumsData(algorithm="fake", sums=tuple(_sum(spec, self.held, None) for spec in self.tensors))
 
     @property
     def sleep_tags(self) -> frozenset[SleepTag]:
@@ -288,6 +296,7 @@ class FakeEngine(WithLoras, WithNative):
         num_freed = self.memory.sleep(tags, level)
         if self.memory.is_discarded:
             self.held = dict.fromkeys(self.held, GARBAGE)
+            self.draft_held = dict.fromkeys(self.draft_held, GARBAGE)
             self._signature = self._sign()
         if step.fault is not None:
             raise error_from_fault(step.fault)
@@ -397,7 +406,7 @@ class FakeEngine(WithLoras, WithNative):
                 if num_tensors == 0:
                     raise UpdateFailedError(_lost("the sender gave up"), _claim(step, done > 0))
                 num_tensors = None if num_tensors is None else num_tensors - 1
-                self._write(spec, order.version)
+                self._write(spec, order.version, order.is_draft)
                 done += num_bytes(spec)
             on_progress(done, total)
 
@@ -425,11 +434,11 @@ class FakeEngine(WithLoras, WithNative):
             feeding.cancel()
             released.cancel()
 
-    def _write(self, spec: TensorSpec, version: Version) -> None:
+    def _write(self, spec: TensorSpec, version: Version, is_draft: bool = False) -> None:
         if self.requests.is_in_step:
             self.violations.append(f"{spec.name} was written during a step")
         self.memory.touch(SleepTag.WEIGHTS, f"{spec.name} was written")
-        self.held[spec.name] = version
+        (self.draft_held if is_draft else self.held)[spec.name] = version
         self.memory.is_discarded = GARBAGE in self.held.values()
         self._signature = self._sign()
 
@@ -445,11 +454,12 @@ class FakeEngine(WithLoras, WithNative):
         text = "|".join(str(version) for version in self.held.values())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _sum(self, spec: TensorSpec, wrong: str | None) -> TensorSum:
-        checksum = fake_sum(spec.name, self.held[spec.name], spec.shape)
-        if spec.name == wrong:
-            checksum = "0" * 15 + ("1" if checksum[-1] == "0" else "0")
-        return TensorSum(name=spec.name, checksum=checksum)
+
+def _sum(spec: TensorSpec, held: dict[str, Version], wrong: str | None) -> TensorSum:
+    checksum = fake_sum(spec.name, held[spec.name], spec.shape)
+    if spec.name == wrong:
+        checksum = "0" * 15 + ("1" if checksum[-1] == "0" else "0")
+    return TensorSum(name=spec.name, checksum=checksum)
 
 
 def _claim(step: Step, is_touched: bool) -> bool:

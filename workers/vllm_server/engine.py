@@ -21,15 +21,19 @@ from rlbus.schemas import (
     PauseMode,
     SleepData,
     SleepTag,
+    TensorSpec,
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed
+from rlbus.workers.engines.draft import DRAFT_ROUTE
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
+from rlbus.workers.vllm_server.draft import expected_draft
 from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
 from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of, parent_of
@@ -100,6 +104,8 @@ class VllmEngine(UpdatingEngine):
         self._passed = PassedNative(llm, self._calls)
         self._native: NativeEngine = self._passed
         self._exchange: Exchange | None = None
+        # What an update of the draft model consists of; None: there is none, or it can't be updated.
+        self._draft: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
 
     @property
@@ -132,6 +138,9 @@ class VllmEngine(UpdatingEngine):
         if backends:
             routes |= {"update_weights_from_distributed", *NATIVE_ROUTES}
             self._native = GroupedNative(self)
+            # From outside, nobody could tell which of the two an agent before this one has left torn.
+            self._draft = await asyncio.to_thread(expected_draft, self._llm) if self._is_inside else None
+            routes |= {DRAFT_ROUTE} if self._draft is not None else set()
         elif self._is_inside and (own := config.weight_transfer_config) is not None and own.backend not in BACKENDS:
             routes |= NATIVE_ROUTES
         # vLLM refuses it where the platform has none; from outside it isn't known.
@@ -317,14 +326,27 @@ class VllmEngine(UpdatingEngine):
 
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
+        is_draft = self._ready().is_about_draft
         await super().finish_update(version)
-        await self._restore_loras()
+        if not is_draft:
+            await self._restore_loras()
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
         await self._passed.abort()
         await super().abort_update()
         await self._restore_loras()
+
+    # --- the draft model, see `DraftEngine`
+
+    def check_draft_manifest(self, tensors: Sequence[TensorSpec]) -> None:
+        """See `DraftEngine`."""
+        assert self._draft is not None, "the route isn't advertised without it"
+        self._draft.check(tensors)
+
+    async def draft_checksums(self) -> ChecksumsData:
+        """See `DraftEngine`. As `checksums`, on a CPU without the linear layers."""
+        return await self._ready().draft_checksums()
 
     # --- an update that somebody else's trainer drives: over our backend a group like any other, else vLLM's own
 

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
-from rlbus.schemas import Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, Version
+from rlbus.schemas import ChecksumsData, Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, Version
 from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
-from rlbus.workers.vllm_server.exchange import HELLO, CallFolder, Exchange, RankOutcome
+from rlbus.workers.vllm_server.draft import DraftSums
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, Exchange, RankOutcome
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -44,8 +45,10 @@ TORN = "torn"
 class _Session:
     """An update that was begun and neither finished nor aborted."""
 
-    def __init__(self, folder: CallFolder | None) -> None:
+    def __init__(self, folder: CallFolder | None, is_draft: bool = False) -> None:
         self.folder = folder
+        # vLLM is told at the start which model it is about.
+        self.is_draft = is_draft
         # vLLM's own session is open: its start came back, and its finish didn't.
         self.is_open = False
         # vLLM was asked to change weights, so from here on silence means doubt.
@@ -149,6 +152,11 @@ class Updates:
     async def _init(
         self, folder: CallFolder, plan: Any, first_rank: int, *, ask: str | None = None, limit_s: float = CALL_S
     ) -> None:
+        await self._calls.hold(
+            "init_weight_transfer_engine", lambda: self._call_init(folder, plan, first_rank, ask), limit_s
+        )
+
+    async def _call_init(self, folder: CallFolder, plan: Any, first_rank: int, ask: str | None) -> None:
         info = {
             "folder": folder.path,
             "plan": plan,
@@ -156,9 +164,7 @@ class Updates:
             "first_dp_index": self._first_dp_index,
             "ask": ask,
         }
-        await self._calls.hold(
-            "init_weight_transfer_engine", lambda: self._rpc("init_weight_transfer_engine", init_info=info), limit_s
-        )
+        await self._rpc("init_weight_transfer_engine", init_info=info)
 
     async def take_over(self) -> bool:
         """Bring an engine that ran before this agent to where an update can begin: no group, no open session. Whether
@@ -204,7 +210,7 @@ class Updates:
         if self._epoch is None or self._epoch != order.epoch:
             text = f"the engine is in no group {order.epoch}"
             raise UpdateFailedError(Fault(code=FaultCode.STALE_EPOCH, message=text), weights_touched=False)
-        session = self._session = _Session(self._exchange.open("update"))
+        session = self._session = _Session(self._exchange.open("update"), order.is_draft)
         try:
             await self._open(session)
             await self._transfer(session, order, on_ready, on_progress)
@@ -215,7 +221,7 @@ class Updates:
 
     async def _open(self, session: _Session) -> None:
         async def start() -> None:
-            await self._llm.start_weight_update()
+            await (self._llm.start_draft_weight_update() if session.is_draft else self._llm.start_weight_update())
             session.is_open = True
 
         await self._calls.hold("start_weight_update", start, CALL_S, is_paused=True)
@@ -314,7 +320,7 @@ class Updates:
             await self._close(session)
             outcomes = [session.folder.outcome("finish", rank) for rank in range(self._world_size)]
             fault = next((fault for rank, o in enumerate(outcomes) if (fault := _problem(rank, o))), None)
-            if fault is None:
+            if fault is None and not session.is_draft:
                 await self._label(str(version))
         except FaultError as exc:
             raise UpdateFailedError(exc.fault, weights_touched=True) from exc
@@ -331,7 +337,7 @@ class Updates:
             self._stop(session.folder, "the update was aborted")
         await self._calls.settle(CALL_S)
         session.is_touched = session.is_touched or self._is_touched(session)
-        if session.is_touched:
+        if session.is_touched and not session.is_draft:
             await self._label(TORN)
         if self._has_transfer:
             if not session.is_open:
@@ -357,6 +363,27 @@ class Updates:
 
     async def _label(self, label: str) -> None:
         await self._calls.ask("update_weight_version", lambda: self._llm.update_weight_version(label), CALL_S)
+
+    async def draft_checksums(self) -> ChecksumsData:
+        """See `DraftEngine.draft_checksums`."""
+        session = self._session
+        return await DraftSums(self._llm, self._calls, self._ask_sums).read(
+            None if session is None else session.is_draft
+        )
+
+    async def _ask_sums(self) -> list[RankOutcome | None]:
+        """Every rank's checksums of the model that vLLM's session is about. Within a call that holds the core."""
+        folder = self._exchange.open(CHECKSUMS)
+        try:
+            await self._call_init(folder, None, 0, CHECKSUMS)
+            return [folder.outcome(CHECKSUMS, rank) for rank in range(self._world_size)]
+        finally:
+            folder.remove()
+
+    @property
+    def is_about_draft(self) -> bool:
+        """Whether the update that is open is the draft's."""
+        return self._session is not None and self._session.is_draft
 
     def _end(self, session: _Session) -> None:
         if session.folder is not None:
