@@ -4,7 +4,7 @@ The `opened` of such a case also has the methods below; tests/engines/test_contr
 """
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlbus.schemas import ReceivedData, TensorSpec, TensorSum, Version
 from rlbus.workers.engines.base import ReceiveOrder
@@ -51,7 +51,7 @@ async def transfer_draft(
         loop.call_soon_threadsafe(ready.set_result, None)
 
     receiving = loop.create_task(opened.engine.receive_weights(order, on_ready, lambda done, total: None))
-    waited: set[asyncio.Future[object]] = {receiving, ready}  # type: ignore[arg-type]
+    waited: set[asyncio.Future[Any]] = {receiving, ready}
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
         await receiving

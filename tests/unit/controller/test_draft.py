@@ -1,6 +1,7 @@
 """Updates of draft models over a fleet: an op of their own, with versions that aren't the fleet's. In virtual time."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def drafting(number: int, steps: Steps | None = None) -> Worker:
     return worker(number, steps, draft_tensors=TENSORS)
 
 
-async def update_draft(scene: Scene, step: int, **options: object) -> Report:
+async def update_draft(scene: Scene, step: int, **options: Any) -> Report:
     return await scene.fleet.update(step, TENSORS, draft=True, **options)
 
 
@@ -158,7 +159,7 @@ def test_tensors_that_are_not_the_draft_s_are_refused_before_anybody_is_paused()
 
 
 @pytest.mark.parametrize("at", [PauseGeneration, CommitWeights, ResumeGeneration])
-def test_next_leader_settles_an_update_of_the_draft_as_one(at: type) -> None:
+def test_next_leader_settles_an_update_of_the_draft_as_one(at: type[Any]) -> None:
     """Nobody stays paused on a whole draft, and the draft's version never becomes the fleet's."""
 
     async def scenario(stage: Stage) -> None:

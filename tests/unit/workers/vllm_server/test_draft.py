@@ -147,7 +147,7 @@ def test_update_of_the_draft_is_a_session_of_its_own_and_leaves_the_label(tmp_pa
 
 
 def test_torn_draft_is_closed_as_a_draft_and_the_target_is_not_called_torn(tmp_path: Path) -> None:
-    """Also when vLLM has closed the session with an error itself: it is opened again for the draft, to be put together."""
+    """Also when vLLM has closed the session with an error: it is opened again for the draft, to be put together."""
     llm = DraftingLLM(raises={"update": "a rank failed"})
 
     async def check(engine: VllmEngine) -> None:
