@@ -1,4 +1,4 @@
-"""Adapters on a real Dynamo worker: revision 1, then 2, through its front end, equal to the models they merge into."""
+"""Adapters on a real Dynamo worker: revision 1, then 2, through its front end, equal to their merged models."""
 
 import asyncio
 from dataclasses import dataclass
