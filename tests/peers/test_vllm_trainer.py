@@ -1,7 +1,6 @@
 """vLLM's own trainer side drives real workers: its HTTP client one vLLM server, and the bus client a mixed fleet."""
 
 import asyncio
-import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,11 +15,7 @@ from rlbus.workers.torch_lm.make import make_tiny_model
 from tests.peers.fleet import Fleet, completion
 from tests.peers.programs import Programs
 
-pytestmark = [
-    pytest.mark.peers,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20))
 TORCH_RANKS = 2

@@ -1,0 +1,58 @@
+"""An engine of the contract suite whose program isn't there: passed over by `make test`, never by `make test-peers`."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ("pytester",)
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+CASE = """
+from rlbus.workers.engines.contract import EngineCase
+
+CASE = EngineCase(name="absent", open=lambda folder: None, missing=lambda: "a program")
+"""
+TEST = """
+def test_something(runner):
+    pass
+"""
+# What `make` takes to say what it would do, on a machine under load.
+MAKE_S = 60.0
+
+
+def run(pytester: pytest.Pytester) -> pytest.RunResult:
+    """The suite's own conftest on one case, whose program is missing."""
+    pytester.makeconftest((ROOT / "tests" / "engines" / "conftest.py").read_text())
+    pytester.makepyfile(cases_absent=CASE, test_suite=TEST)
+    return pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
+
+
+def test_a_missing_program_is_skipped_with_its_name_in_a_plain_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `make test` does on a machine that has only vLLM."""
+    monkeypatch.delenv("PEERS_REQUIRED", raising=False)
+    done = run(pytester)
+    done.assert_outcomes(skipped=1)
+    done.stdout.fnmatch_lines(["SKIPPED*: needs a program"])
+
+
+def test_a_missing_program_fails_where_peers_are_required(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is to prove something on it doesn't end green without it."""
+    monkeypatch.setenv("PEERS_REQUIRED", "1")
+    done = run(pytester)
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    done.assert_outcomes(errors=1)
+    done.stdout.fnmatch_lines(["absent needs a program, and PEERS_REQUIRED is set"])
+
+
+def test_the_target_of_the_makefile_requires_them() -> None:
+    """`make test-peers` sets it for the contract suite."""
+    argv = ["make", "--dry-run", "--always-make", "test-peers"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=MAKE_S, check=True)
+    (suite,) = (line for line in done.stdout.splitlines() if "pytest tests/engines" in line)
+    assert suite.startswith("PEERS_REQUIRED=1 ")
