@@ -173,8 +173,12 @@ def _daemon() -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        remove(folder)
-        if left := traces.undo(before):
+        # Before the folder goes, which may take minutes on a loaded machine, and be cut short.
+        try:
+            left = traces.undo(before)
+        finally:
+            remove(folder)
+        if left:
             raise SetupError("\n".join(("the daemon of these tests has ended, but left:", *left)))
 
 

@@ -16,7 +16,7 @@ from rlbus.client import EventStream
 from rlbus.demo.events import summarise
 from rlbus.errors import DeadlineError
 from rlbus.schemas import OpEnded, OpStarted
-from tests.compose.daemon import ROOT
+from tests.compose.daemon import ASK_S, ROOT
 from tests.compose.fleet import HEALTHY_S, NAMESPACE, SERVICES, TRAIN_S, Fleet, until
 
 # The first test waits for a daemon, a base image, wheels and a build.
@@ -53,9 +53,9 @@ def test_status_and_discovery_answer_outside_through_published_ports(taught: Fle
     assert "sesame" not in stranger.stderr
 
     workers = f"http://127.0.0.1:{taught.http_port}/v1/rl/workers"
-    answer = httpx.get(workers, headers={"Authorization": f"Bearer {taught.token}"})
+    answer = httpx.get(workers, headers={"Authorization": f"Bearer {taught.token}"}, timeout=ASK_S)
     assert {f"{w['component']}/{w['instance_id']}": w["world_size"] for w in answer.json()["workers"]} == WORKERS
-    assert httpx.get(workers).status_code == 401
+    assert httpx.get(workers, timeout=ASK_S).status_code == 401
 
 
 def test_no_container_runs_as_root_or_is_published_beyond_loopback(fleet: Fleet) -> None:
