@@ -123,7 +123,7 @@ class PeerError(EngineError):
         return self.fault.detail.get("problem", "")
 
     @property
-    def code(self) -> str | None:
+    def word(self) -> str | None:
         """What a peer that is rlbus' own says that it is, in its words for faults; None from any other."""
         return self.fault.detail.get("code")
 

@@ -84,8 +84,8 @@ def _endings() -> Iterator[tuple[tuple[Target, Phase], dict[str, Left]]]:
     # Known to be gone before the update began, or found out by it.
     yield (Target.ENGINE, Phase.IDLE), {"ok": Left.NEW, "partial": Left.NEW}
     # The agent answers for an engine until its death is seen, and these need the agent only.
-    for phase in ENDED_BY_THE_AGENT:
-        yield (Target.ENGINE, phase), {"ok": Left.NEW, "partial": Left.NEW}
+    for ended in ENDED_BY_THE_AGENT:
+        yield (Target.ENGINE, ended), {"ok": Left.NEW, "partial": Left.NEW}
     without_it = {
         Phase.BEFORE_PAUSE: ("failed", Left.OLD),
         Phase.PAUSED: ("failed", Left.OLD),
@@ -93,10 +93,10 @@ def _endings() -> Iterator[tuple[tuple[Target, Phase], dict[str, Left]]]:
         Phase.BEFORE_COMMIT: ("ok", Left.NEW),
         Phase.BEFORE_RESUME: ("ok", Left.NEW),
     }
-    for phase, (status, left) in without_it.items():
-        yield (Target.TRAINER, phase), {status: left}
-        yield (Target.CONTROLLER, phase), {status: left}
-        yield (Target.SERVER, phase), {status: left, "ok": Left.NEW}
+    for reached, (status, left) in without_it.items():
+        yield (Target.TRAINER, reached), {status: left}
+        yield (Target.CONTROLLER, reached), {status: left}
+        yield (Target.SERVER, reached), {status: left, "ok": Left.NEW}
     yield (Target.SERVER, Phase.IDLE), {"ok": Left.NEW}
 
 

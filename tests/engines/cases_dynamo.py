@@ -134,7 +134,7 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     async with dynamo.dynamo(folder, Programs(folder)) as fleet:
         transfer = ("--weight-transfer-config", json.dumps({"backend": "gloo"}))
         loras = dynamo.lora_options(_MAX_LORAS + 1)  # the last place has to stay empty on a CPU
-        worker, url = fleet.start_worker(*transfer, *loras, **dynamo.LORA_ENV)
+        worker, url = fleet.start_worker(*transfer, *loras, env=dynamo.LORA_ENV)
         await asyncio.to_thread(fleet.until_listed, worker, url)
         (listed,) = parse_answer({"protocol_version": 1, "workers": fleet.listed()}).workers
         plane = TorchPlane("gloo")

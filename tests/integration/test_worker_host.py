@@ -29,7 +29,7 @@ async def check_answers_elsewhere(bus: Bus, url: str, folder: Path) -> None:
     """Start a worker that listens everywhere and is told where it is reached; its engine answers there."""
     heard: asyncio.Queue[Announcement] = asyncio.Queue()
 
-    def hear(message: WorkerMessage, _: str | None) -> None:
+    def hear(message: WorkerMessage, _: object) -> None:
         if isinstance(message, Announcement):
             heard.put_nowait(message)
 

@@ -10,7 +10,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,13 +140,15 @@ class Dynamo:
         env = {**self.env, "DYN_ENABLE_RL": "true", "DYN_RL_PORT": str(rl_port)}
         return self._start("dynamo-frontend", ("-m", "dynamo.frontend", "--http-port", str(http_port)), env)
 
-    def start_worker(self, *options: str, port: int | None = None, **env: str) -> tuple[Program, str]:
+    def start_worker(
+        self, *options: str, port: int | None = None, env: Mapping[str, str] | None = None
+    ) -> tuple[Program, str]:
         """Start a worker; it, and its system_url."""
         port = system_port() if port is None else port
         small = ("--enforce-eager", "--dtype", "float32", "--max-model-len", str(MAX_TOKENS))
         argv = ("-m", "dynamo.vllm", "--model", str(self.model), "--enable-rl", *small, *options)
         system = {"DYN_SYSTEM_PORT": str(port), "DYN_SYSTEM_HOST": "127.0.0.1"}
-        worker = self._start("dynamo-worker", argv, {**self.env, **system, **env})
+        worker = self._start("dynamo-worker", argv, {**self.env, **system, **(env or {})})
         self.workers.append(worker)
         return worker, f"http://127.0.0.1:{port}"
 

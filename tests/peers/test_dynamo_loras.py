@@ -50,7 +50,7 @@ def play(scenario: Any, folder: Path, programs: Programs) -> None:
 
     def start(peer: dynamo.Dynamo) -> None:
         frontend = peer.start_frontend()
-        worker, url = peer.start_worker(*dynamo.lora_options(4), **dynamo.LORA_ENV)
+        worker, url = peer.start_worker(*dynamo.lora_options(4), env=dynamo.LORA_ENV)
         fleet = Fleet(programs, folder, "--frontend-url", peer.http_url)
         frontend.until_answers(f"{peer.rl_url}/v1/rl/workers")
         instance_id = str(peer.until_listed(worker, url))

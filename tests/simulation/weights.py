@@ -172,8 +172,8 @@ class SimEngine(FakeEngine):
             raise FileNotFoundError(path)
         return self._fabric.folders[path]
 
-    def _write(self, spec: TensorSpec, version: Version) -> None:
-        super()._write(spec, version if self._coming is None else self._coming)
+    def _write(self, spec: TensorSpec, version: Version, is_draft: bool = False) -> None:
+        super()._write(spec, version if self._coming is None else self._coming, is_draft)
 
 
 class SimDisk:

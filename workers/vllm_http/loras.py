@@ -71,7 +71,7 @@ class RemoteLoras:
 
     def _meant(self, error: PeerError) -> Exception:
         """What the server's fault is here."""
-        match error.code:
+        match error.word:
             case None:
                 return error
             case FaultCode.STALE_EPOCH:

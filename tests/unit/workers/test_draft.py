@@ -42,7 +42,7 @@ from rlbus.transfer.manifest import digest, pages
 from rlbus.workers.engines.draft import DRAFT_ROUTE
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
-from rlbus.workers.ledger import Ledger
+from rlbus.workers.ledger import opened
 from rlbus.workers.testing import PAGE_BYTES, Rig, code_of, on_worker, updated, worker_on_bus
 
 pytestmark = pytest.mark.unit
@@ -307,7 +307,7 @@ def test_restarted_worker_says_that_nobody_knows_its_draft(tmp_path: Path) -> No
 
     async def main() -> None:
         for boot, expected in (("a", clean(None)), ("b", WeightsView(state=WeightsState.UNKNOWN))):
-            with Ledger.open(tmp_path, "test", "backend", "7") as ledger:
+            with opened(str(tmp_path), "test", "backend", "7") as ledger:
                 engine = FakeEngine(draft_tensors=TENSORS)
                 async with worker_on_bus(engine, instance_id="7", boot=boot, ledger=ledger) as rig:
                     assert rig.agent.status().draft == expected

@@ -215,7 +215,7 @@ def test_list_gives_up_on_a_load_that_does_not_end(tmp_path: Path) -> None:
         await asyncio.Event().wait()
         return True
 
-    server.llm.add_lora = never  # type: ignore[method-assign]
+    server.llm.add_lora = never  # type: ignore[assignment,method-assign]
 
     async def check(client: httpx.AsyncClient) -> None:
         loading = asyncio.ensure_future(client.post(LOAD, json=body_of(folder=str(files))))
