@@ -128,7 +128,7 @@ def test_server_without_adapters_gets_no_routes_for_them(both: Both, capacity: s
 
     async def check(engine: VllmHttpEngine) -> None:
         assert not engine.info.routes & LORA_ROUTES
-        await engine.label_weights(Version(epoch=0, step=1))
+        await engine.label_weights(Version(step=1))
 
     on_engine(both, check)
     assert both.asked == []
@@ -141,7 +141,7 @@ def test_adapters_come_back_after_the_weights_have_changed(both: Both, tmp_path:
     async def check(engine: VllmHttpEngine) -> None:
         await engine.load_lora("policy", 1, files)
         both.loras.llm.core.clear()
-        await engine.load_weights(str(both.rl.model), Version(epoch=0, step=1))
+        await engine.load_weights(str(both.rl.model), Version(step=1))
         assert len(await engine.list_loras()) == 1
         both.loras.llm.core.clear()
         await engine.abort_update()
@@ -159,7 +159,7 @@ def test_weights_count_as_touched_while_nobody_knows_whether_adapters_came_back(
 
         both.instead[RESTORE] = broken
         with pytest.raises(UpdateFailedError) as caught:
-            await engine.load_weights(str(both.rl.model), Version(epoch=0, step=1))
+            await engine.load_weights(str(both.rl.model), Version(step=1))
         assert caught.value.weights_touched
 
     on_engine(both, check)
