@@ -39,7 +39,9 @@ def _params() -> list[object]:
         case = _case(path)
         needs = _needs(case)
         skip = [pytest.mark.skip(reason=needs)] if needs and not is_required else []
-        params.append(pytest.param(case, id=case.name, marks=skip))
+        # The first test of a case starts its engine; the limit of all other tests would cut that short.
+        limit = pytest.mark.timeout(case.open_s + case.limit_s)
+        params.append(pytest.param(case, id=case.name, marks=[limit, *skip]))
     return params
 
 

@@ -1,4 +1,6 @@
-"""An engine of the contract suite whose program isn't there: passed over by `make test`, never by `make test-peers`."""
+"""How the contract suite finds its engines: one whose program isn't there is passed over by `make test`, and never by
+`make test-peers`.
+"""
 
 import subprocess
 from pathlib import Path
@@ -9,7 +11,7 @@ pytest_plugins = ("pytester",)
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-CASE = """
+ABSENT = """
 from rlbus.workers.engines.contract import EngineCase
 
 CASE = EngineCase(name="absent", open=lambda folder: None, missing=lambda: "a program")
@@ -18,14 +20,31 @@ TEST = """
 def test_something(runner):
     pass
 """
+PATIENT = """
+import contextlib
+
+from rlbus.workers.engines.contract import EngineCase
+
+
+@contextlib.asynccontextmanager
+async def _open(folder):
+    yield None
+
+
+CASE = EngineCase(name="patient", open=_open, open_s=300.0, limit_s=60.0)
+"""
+TEST_OF_THE_LIMIT = """
+def test_something(runner, request):
+    assert request.node.get_closest_marker("timeout").args == (360.0,)
+"""
 # What `make` takes to say what it would do, on a machine under load.
 MAKE_S = 60.0
 
 
-def run(pytester: pytest.Pytester) -> pytest.RunResult:
-    """The suite's own conftest on one case, whose program is missing."""
+def run(pytester: pytest.Pytester, case: str = ABSENT, test: str = TEST) -> pytest.RunResult:
+    """One test with the suite's own conftest and one case, by default one whose program is missing."""
     pytester.makeconftest((ROOT / "tests" / "engines" / "conftest.py").read_text())
-    pytester.makepyfile(cases_absent=CASE, test_suite=TEST)
+    pytester.makepyfile(cases_one=case, test_suite=test)
     return pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
 
 
@@ -48,6 +67,11 @@ def test_a_missing_program_fails_where_peers_are_required(
     assert done.ret == pytest.ExitCode.TESTS_FAILED
     done.assert_outcomes(errors=1)
     done.stdout.fnmatch_lines(["absent needs a program, and PEERS_REQUIRED is set"])
+
+
+def test_the_start_of_an_engine_has_the_time_that_its_case_gives_it(pytester: pytest.Pytester) -> None:
+    """And not that of any test: a real program takes minutes on a machine under load."""
+    run(pytester, PATIENT, TEST_OF_THE_LIMIT).assert_outcomes(passed=1)
 
 
 def test_the_target_of_the_makefile_requires_them() -> None:
