@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlbus.errors import EngineError, FaultError, ManifestError
@@ -93,7 +94,8 @@ def on_engine(llm: FakeLLM, tmp_path: Path, check: Callable[[VllmEngine], Awaita
 async def received(engine: VllmEngine, version: Version, *, is_draft: bool = True) -> None:
     """A transfer up to its end."""
     order = ReceiveOrder("up", 1, version, (DRAFT,), 1024, is_draft)
-    await engine.join_group(PLAN, SPAN)
+    num_ranks = engine.info.world_size
+    await engine.join_group(PLAN, msgspec.structs.replace(SPAN, num_ranks=num_ranks))
     await engine.receive_weights(order, lambda: None, lambda done, total: None)
 
 
@@ -148,7 +150,7 @@ def test_update_of_the_draft_is_a_session_of_its_own_and_leaves_the_label(tmp_pa
 
 def test_torn_draft_is_closed_as_a_draft_and_the_target_is_not_called_torn(tmp_path: Path) -> None:
     """Also when vLLM has closed the session with an error: it is opened again for the draft, to be put together."""
-    llm = DraftingLLM(raises={"update": "a rank failed"})
+    llm = DraftingLLM(world_size=1, raises={"update": "a rank failed"})
 
     async def check(engine: VllmEngine) -> None:
         with pytest.raises(UpdateFailedError) as caught:
