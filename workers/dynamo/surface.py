@@ -121,8 +121,9 @@ class Surface:
         await self.call("set_weight_version", {"weight_version": label}, limit_s)
 
     async def has_loras(self) -> bool:
-        """Whether it lists its adapters, which it does with `DYN_LORA_ENABLED`; without it, it loads none. Cancel:
-        leaves nothing.
+        """Whether it lists its adapters, which it does with `DYN_LORA_ENABLED`; without it, it loads none.
+
+        Cancel: leaves nothing.
         """
         try:
             await self.loras(ASK_S)
