@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import msgspec
 
+from rlbus import trainer
 from rlbus.controller import admission, attempts, service, transaction, verbs, winding
 from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.fence import FencedTransport
 from rlbus.controller.registry import Member, Registry
 from rlbus.schemas import Generation, Liveness
-from rlbus.trainer import Trainer
 from rlbus.workers import checks, lifecycle, mutations
 from rlbus.workers.agent import Agent
 from rlbus.workers.journal import Journal, Record
@@ -141,7 +141,7 @@ def _obey_what_expired(stack: contextlib.ExitStack) -> None:
 def _take_any_version(stack: contextlib.ExitStack) -> None:
     stack.enter_context(patch.object(checks, "_check_version", lambda *_: None))
     stack.enter_context(patch.object(admission, "check_version", lambda *_, **__: None))
-    stack.enter_context(patch.object(Trainer, "_check_grows", lambda *_: None))
+    stack.enter_context(patch.object(trainer, "_check_grows", lambda *_: None))
 
 
 def _leave_one_out(stack: contextlib.ExitStack) -> None:
