@@ -21,10 +21,9 @@ UPDATES ?= 24
 SEEDS ?= 10000
 PROCESSES ?= 2
 
-# What `make test` runs one after the other, when nothing else runs any more: real processes that are killed or stopped,
-# and what has to be seen or over within seconds of it; and the contract suite, whose files share one start per engine.
-ALONE := tests/chaos tests/engines $(addprefix tests/integration/test_,catch_up.py failover.py interrupts.py supervised_worker.py \
-	vllm_worker.py)
+# What `make test` runs one after the other, when nothing else runs any more: real processes, much of which has to be seen
+# or over within seconds; and the contract suite, whose files share one start per engine.
+ALONE := tests/chaos tests/engines tests/integration
 SHARED_OUT := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(ALONE))
 
 # What the tests against programs of others need; each program adds its own below.

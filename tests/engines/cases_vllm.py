@@ -16,6 +16,8 @@ from tests.engines.native_side import NativeSide
 # What is not set here, or set otherwise, starves the other processes of a small machine (facts/vllm-cpu.md 0).
 ENV = {"VLLM_PLUGINS": "rlbus", "VLLM_LOGGING_LEVEL": "WARNING"}
 MAX_TOKENS = 512
+# Engines that were shut down; see `end`.
+_ENDED: list[Any] = []
 
 
 class OpenedVllm:
@@ -156,6 +158,15 @@ class _Cut:
         return iter(self._weights.items())
 
 
+def end(llm: Any) -> None:
+    """Shut an AsyncLLM down. vLLM 0.32 does it again when the object goes, and leaves its zmq context to the garbage
+    collector: both complain, and that would meet whatever test runs then. So it stays until the interpreter ends.
+    """
+    llm.shutdown()
+    llm.shutdown = lambda *args, **kwargs: None
+    _ENDED.append(llm)
+
+
 @asynccontextmanager
 async def _open(folder: Path) -> AsyncIterator[OpenedVllm]:
     from rlbus.transfer.torch_plane import TorchPlane
@@ -198,9 +209,7 @@ async def _open(folder: Path) -> AsyncIterator[OpenedVllm]:
         finally:
             await engine.aclose()
             await plane.aclose()
-            llm.shutdown()
-            # vLLM does it again when the object goes, which is at the end of the interpreter, and complains there.
-            llm.shutdown = lambda *args, **kwargs: None
+            end(llm)
 
 
 # It starts in 20 s, and in 80 s when others use the machine, too.

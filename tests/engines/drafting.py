@@ -17,7 +17,7 @@ from rlbus.workers.engines.base import ReceiveOrder
 from rlbus.workers.engines.contract import EngineCase
 from rlbus.workers.engines.fake import FakeEngine
 from tests.engines.cases_fake import OpenedFake
-from tests.engines.cases_vllm import ENV, MAX_TOKENS, OpenedVllm
+from tests.engines.cases_vllm import ENV, MAX_TOKENS, OpenedVllm, end
 
 DRAFT_TENSORS = (
     TensorSpec(name="embed.weight", dtype="float32", shape=(64, 8)),
@@ -144,9 +144,7 @@ async def _open_vllm(folder: Path) -> AsyncIterator[DraftingVllm]:
         finally:
             await engine.aclose()
             await plane.aclose()
-            llm.shutdown()
-            # vLLM does it again when the object goes, which is at the end of the interpreter, and complains there.
-            llm.shutdown = lambda *args, **kwargs: None
+            end(llm)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
