@@ -23,7 +23,7 @@ from rlbus.schemas import (
     PauseMode,
 )
 from rlbus.workers.dynamo.listing import Listed
-from rlbus.workers.dynamo.loras import NEEDED, DynamoLoras, TakesLoras
+from rlbus.workers.dynamo.loras import NEEDED, DynamoLoras
 from rlbus.workers.dynamo.loras import ROUTES as LORA_ROUTES
 from rlbus.workers.dynamo.rpc import DynamoRpc
 from rlbus.workers.dynamo.surface import Began, DynamoError, Surface
@@ -31,6 +31,7 @@ from rlbus.workers.dynamo.tensors import model_tensors
 from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.found import Found
 from rlbus.workers.peer_http import Peer, PeerClient
+from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, RankOutcome
@@ -79,7 +80,7 @@ class EngineOptions:
     max_loras: int | None = None
 
 
-class DynamoEngine(UpdatingEngine, TakesLoras):
+class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
     """One Dynamo worker; see `Engine` for what each method promises.
 
     Args:
@@ -108,7 +109,6 @@ class DynamoEngine(UpdatingEngine, TakesLoras):
         self._calls = EngineCalls(self._rpc, self._world_size)
         self._exchange: Exchange | None = None
         self._info: EngineInfo | None = None
-        self._loras = None
         self._found: Found | None = None
         self._outlived = outlived
         # When the worker's process began; None if it doesn't say.

@@ -77,6 +77,10 @@ class DynamoLoras:
                 self._late.add(own)
             raise
 
+    async def drain(self, name: str, revision: int) -> None:
+        """See `LoraEngine.drain_lora`. Refused, as the info says: Dynamo doesn't count the requests of an adapter."""
+        raise refused(FaultCode.NO_ROUTE, "Dynamo doesn't count the requests of an adapter; unloading waits for them")
+
     async def unload(self, name: str, revision: int) -> None:
         """See `LoraEngine.unload_lora`. Returns once the requests that name it have ended; Dynamo lets no new ones in.
 
@@ -113,36 +117,3 @@ def _absolute(folder: Path) -> str:
 def _resident(name: str) -> Resident:
     parts: Any = split_lora_id(name)
     return Resident(name, None) if parts is None else Resident(*parts)
-
-
-class TakesLoras:
-    """The side of `DynamoEngine` that is a `LoraEngine`; `_loras` is None where the routes aren't advertised."""
-
-    _loras: DynamoLoras | None
-
-    @property
-    def lora_info(self) -> LoraInfo:
-        """See `LoraEngine`."""
-        return self._adapters().info
-
-    async def load_lora(self, name: str, revision: int, folder: Path, replaces: int | None = None) -> None:
-        """See `LoraEngine`."""
-        assert replaces is None, "there is no hot swap that keeps revisions apart, and the info says so"
-        await self._adapters().load(name, revision, folder)
-
-    async def drain_lora(self, name: str, revision: int) -> None:
-        """See `LoraEngine`."""
-        raise refused(FaultCode.NO_ROUTE, "Dynamo doesn't count the requests of an adapter; unloading waits for them")
-
-    async def unload_lora(self, name: str, revision: int) -> int | None:
-        """See `LoraEngine`."""
-        await self._adapters().unload(name, revision)
-        return None
-
-    async def list_loras(self) -> tuple[Resident, ...]:
-        """See `LoraEngine`."""
-        return await self._adapters().residents()
-
-    def _adapters(self) -> DynamoLoras:
-        assert self._loras is not None, "the routes aren't advertised without it"
-        return self._loras

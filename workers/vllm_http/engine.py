@@ -31,13 +31,13 @@ from rlbus.schemas import (
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.found import Found
-from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.peer_http import Peer, PeerClient, PeerError
 from rlbus.workers.vllm_http.facts import ServerFacts, ask, denied
 from rlbus.workers.vllm_http.loras import RemoteLoras
 from rlbus.workers.vllm_http.remote import RemoteLLM, until_healthy
 from rlbus.workers.vllm_http.supervisor import LOST
 from rlbus.workers.vllm_server.about import ABOUT, About
+from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.engine import VllmEngine
 from rlbus.workers.vllm_server.exchange import clear_left
 from rlbus.workers.vllm_server.updates import CALL_S
@@ -66,7 +66,7 @@ LORA_ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
 MAX_PROMPTS = 16
 
 
-class VllmHttpEngine:
+class VllmHttpEngine(TakesLoras[RemoteLoras]):
     """One running vLLM server; see `Engine` for what each method promises, and `VllmEngine` for how.
 
     The server needs VLLM_SERVER_DEV_MODE=1; for updates over a group also VLLM_PLUGINS=rlbus and a weight transfer
@@ -94,7 +94,6 @@ class VllmHttpEngine:
         self._facts: ServerFacts | None = None
         self._llm: RemoteLLM | None = None
         self._inner: VllmEngine | None = None
-        self._loras: RemoteLoras | None = None
         self._info: EngineInfo | None = None
         self._found: Found | None = None
 
@@ -265,34 +264,7 @@ class VllmHttpEngine:
         """See `VllmEngine.checksums`. Cancel: the engine goes on computing them."""
         return await self._ready().checksums()
 
-    # --- adapters, see `LoraEngine`
-
-    @property
-    def lora_info(self) -> LoraInfo:
-        """See `LoraEngine`."""
-        return self._with_loras().info
-
-    async def load_lora(self, name: str, revision: int, folder: Path, replaces: int | None = None) -> None:
-        """See `LoraEngine`. The server has to find the folder under the same path."""
-        await self._with_loras().load(name, revision, folder)
-
-    async def drain_lora(self, name: str, revision: int) -> None:
-        """See `LoraEngine`."""
-        await self._with_loras().drain(name, revision)
-
-    async def unload_lora(self, name: str, revision: int) -> int | None:
-        """See `LoraEngine`."""
-        return await self._with_loras().unload(name, revision)
-
-    async def list_loras(self) -> tuple[Resident, ...]:
-        """See `LoraEngine`."""
-        return await self._with_loras().residents()
-
     # --- within
-
-    def _with_loras(self) -> RemoteLoras:
-        assert self._loras is not None, "the routes aren't advertised without it"
-        return self._loras
 
     async def _take_over_loras(self, inner: VllmEngine, boot_id: str, capacity: int) -> None:
         """Adapters that were loaded for an agent before stay, whole; those that drained for it end here.

@@ -7,7 +7,6 @@ in the one API server process that has the agent.
 import asyncio
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlbus.errors import EngineError, refused
@@ -26,10 +25,10 @@ from rlbus.schemas import (
 )
 from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.draft import DRAFT_ROUTE
-from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
+from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
@@ -53,7 +52,7 @@ BACKENDS = ("gloo", "rlbus")
 CHECKSUM_S = 600.0
 
 
-class VllmEngine(UpdatingEngine):
+class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
     """One vLLM server; see `Engine` for what each method promises.
 
     The updates' routes are there only if the server was configured for them: over a group if its weight transfer
@@ -389,36 +388,11 @@ class VllmEngine(UpdatingEngine):
 
     # --- adapters, see `LoraEngine`
 
-    @property
-    def lora_info(self) -> LoraInfo:
-        """See `LoraEngine`."""
-        return self._with_loras().info
-
-    async def load_lora(self, name: str, revision: int, folder: Path, replaces: int | None = None) -> None:
-        """See `LoraEngine`."""
-        await self._with_loras().load(name, revision, folder)
-
-    async def drain_lora(self, name: str, revision: int) -> None:
-        """See `LoraEngine`."""
-        await self._with_loras().drain(name, revision)
-
-    async def unload_lora(self, name: str, revision: int) -> int | None:
-        """See `LoraEngine`."""
-        return await self._with_loras().unload(name, revision)
-
-    async def list_loras(self) -> tuple[Resident, ...]:
-        """See `LoraEngine`."""
-        return await self._with_loras().residents()
-
     async def _restore_loras(self) -> None:
         if self._loras is not None:
             await self._loras.restore()
 
     # --- within
-
-    def _with_loras(self) -> VllmLoras:
-        assert self._loras is not None, "the routes aren't advertised without it"
-        return self._loras
 
     def _requests(self) -> dict[str, str] | None:
         """Internal -> external id of every request in flight; None if there are others that this process can't see."""
