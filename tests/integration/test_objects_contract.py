@@ -124,6 +124,7 @@ def test_an_object_ends_by_itself(play: Play) -> None:
         async with asyncio.timeout(10.0):
             while await objects.look("a") is not None:  # noqa: ASYNC110 - another process ends it
                 await asyncio.sleep(0.05)
+        assert await objects.look("a") is None
 
     play(scenario)
 
