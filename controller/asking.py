@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
-from rlbus.controller.limits import RETRY_S, limits_until
+from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until
 from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import derive_step
@@ -75,10 +75,10 @@ class Asker:
         *,
         on_answer: OnAnswer | None = None,
     ) -> dict[WorkerId, StepAnswer]:
-        """A final step; one that is busy ending what it was told to abandon is asked again, as long as there is time.
-
-        Cancel: as `ask`.
+        """A final step of the op's end; one that is busy ending what it was told to abandon is asked again, as long as
+        there is time. Cancel: as `ask`.
         """
+        self._op.winds_down()
         answers: dict[WorkerId, StepAnswer] = {}
         left: Sequence[WorkerId] = workers
         for number in itertools.count(1):
@@ -113,7 +113,9 @@ class Asker:
         """The answer of whoever has none, None if all have one. While we are disconnected (or our lease isn't renewed)
         nothing is given up: the deadline counts, as it does for a fan-out that had begun.
         """
-        until_s = self._op.ending_until_s if is_final else self._op.forward_until_s
+        until_s = self._op.forward_until_s
+        if is_final:
+            until_s = ending_step_until_s(self._op.ending_until_s, self._loop.time())
         while True:
             limits = limits_until(until_s, self._loop.time(), is_ending=is_final)
             try:

@@ -118,6 +118,7 @@ def next_attempt(state: UpdateState) -> UpdateState:
         sums=(),
         num_bytes=0,
         failed_in=None,
+        is_out_of_time=False,
         attempt=state.attempt + 1,
     )
 

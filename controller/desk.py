@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlbus.bus import Bus
 from rlbus.controller.causes import fault
 from rlbus.controller.journal import Journal
+from rlbus.controller.limits import MARK_S
 from rlbus.controller.op import PROGRESS_S, Op, publish, tell_event
 from rlbus.controller.update import UpdateRun
 from rlbus.errors import BrokenError, DeadlineError, RLBusError
@@ -22,8 +23,6 @@ MAX_ENDED_OPS = 128
 # refuses for a moment what it takes the next.
 RECORD_S = 5.0
 RECORD_RETRY_S = 0.25
-# How long a report waits for the store, in seconds. Above the life of a lease that isn't renewed (leader.TTL_S).
-MARK_S = 5.0
 # Ops beside the mutation at the same time: abort and versions.
 MAX_QUERIES = 64
 

@@ -25,6 +25,11 @@ def name_of(request: UpdateWeights) -> str:
     return "update_draft" if request.is_draft else "update_weights"
 
 
+def healing_of(request: object) -> str:
+    """What makes the weights clean that such an op left torn, in words."""
+    return "a full update of the draft" if is_draft(request) else "a full update or a reload"
+
+
 def view_of(said: WorkerStatus | WeightsData, request: object) -> WeightsView:
     """The weights that this request is about, as a worker says; unknown if it says nothing of a draft."""
     if not is_draft(request):

@@ -1,8 +1,8 @@
 """What a leader writes down so that the next one can finish it: its ops, and the fleet's version.
 
 Invariants: an op is written before it begins, and isn't begun if that fails; everything later is written behind it, in
-order, the newest state of each key. Engines never wait for the store; only the report of an op that gave the fleet a
-version or adapters waits until those are written. So what is here may lag the fleet by a write, always in the direction
+order, the newest state of each key. Engines never wait for the store; only reports do, as long as a version or adapters
+that the fleet got aren't written. So what is here may lag the fleet by a write, always in the direction
 that is safe: an op that had gone further, and wasn't reported, is taken back rather than completed. A write that fails
 is tried again while we lead. One that finds another leader's ends our leadership.
 """

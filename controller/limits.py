@@ -3,10 +3,10 @@
 An op goes forward until `Op.forward_until_s`. What has to be done then (commit, flush, resume, undo) shares one budget,
 which ends at `Op.ending_until_s`; a step that begins when that is used up still gets a moment, since a healthy worker
 answers in milliseconds, and must not stay paused because another one used up the time. So an op that every engine hangs
-in ends OVERRUN_S after its deadline at the latest.
+in ends OVERRUN_S after its deadline at the latest; one that a new leader takes over counts from then.
 """
 
-from rlbus.fanout import Limits
+from rlbus.fanout import OVERTIME_S, Limits
 
 # Without a sign of life for this long a worker counts as silent for one command. Source: DESIGN section 3 wants limits
 # apart; a healthy agent answers within milliseconds, whatever its engine does, so this only has to outlast a hiccup.
@@ -21,18 +21,28 @@ ENDING_STEP_S = 5.0
 # Before a worker that is busy (still ending what nobody wants any more) is asked again, and before anything is tried
 # again while we are disconnected.
 RETRY_S = 0.5
-# The longest that an op outlives its deadline: its budget, and after it at most six steps, which is what an update can
-# need after a commit that somebody hung in (flush, resume, settle, resume, leave, keep).
-OVERRUN_S = ENDING_S + 6 * ENDING_STEP_S
+# How many steps can follow when the budget is used up: what an update needs after a commit that somebody hung in
+# (flush, resume, abort, settle, free, leave, keep).
+MAX_LAST_STEPS = 7
+# How long a report waits for the store, in seconds. Above the life of a lease that isn't renewed (leader.TTL_S).
+MARK_S = 5.0
+# The longest that an op outlives its deadline: its budget, the steps after it, and the store.
+OVERRUN_S = ENDING_S + MAX_LAST_STEPS * (ENDING_STEP_S + OVERTIME_S) + MARK_S
+
+
+def ending_step_until_s(budget_until_s: float, now_s: float) -> float:
+    """Until when a step that must be done, and begins now, may take: what is left of the budget, or a moment."""
+    return max(budget_until_s, now_s + ENDING_STEP_S)
 
 
 def limits_until(until_s: float, now_s: float, *, stall_s: float | None = None, is_ending: bool = False) -> Limits:
-    """Limits of a step that has until `until_s` (loop time); one that must be done gets at least ENDING_STEP_S.
+    """Limits of a step that has until `until_s` (loop time). `is_ending`: nothing can be taken back after it, so that
+    noticing a silence early is no use.
 
     `stall_s` is for a step that counts its progress, which only a transfer does. A pause that waits for a long answer,
     or an engine that loads a large folder, makes none that could be seen, and is healthy (SCENARIOS 15): there the
     deadline counts, and the heartbeats tell a worker that died meanwhile.
     """
-    left_s = max(until_s - now_s, ENDING_STEP_S if is_ending else MIN_LIMIT_S)
-    ack_s = min(ACK_S, max(MIN_LIMIT_S, ACK_PART * left_s))
+    left_s = max(until_s - now_s, MIN_LIMIT_S)
+    ack_s = min(ACK_S, left_s if is_ending else max(MIN_LIMIT_S, ACK_PART * left_s))
     return Limits(ack_s=ack_s, stall_s=left_s if stall_s is None else min(stall_s, left_s), deadline_s=left_s)

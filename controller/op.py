@@ -82,6 +82,8 @@ class Op:
         self.timings = Timings()
         self.stopped = asyncio.Event()
         self.stop_fault: Fault | None = None
+        # Since when nothing but its end is done, in loop time; None as long as it goes forward.
+        self._winding_since_s: float | None = None
         self._stopped_s: float | None = None
         # Called when it is to be taken back, besides setting `stopped`.
         self.on_stop: Callable[[Fault], None] | None = None
@@ -111,9 +113,11 @@ class Op:
 
     @property
     def ending_until_s(self) -> float:
-        """Until when what has to be done at its end may take, in loop time: from when it was stopped, or had to end."""
-        forward_until_s = self.forward_until_s
-        return ENDING_S + (forward_until_s if self._stopped_s is None else min(self._stopped_s, forward_until_s))
+        """Until when what has to be done at its end may take, in loop time: from when it was stopped, began to take
+        things back, or had to end.
+        """
+        begins = (self._stopped_s, self._winding_since_s)
+        return ENDING_S + min((s for s in begins if s is not None), default=self.forward_until_s)
 
     @property
     def age_s(self) -> float:
@@ -124,10 +128,17 @@ class Op:
         """Ask for its end; only the first reason counts. It still ends with a report."""
         if self.stop_fault is None:
             self.stop_fault = why
-            self._stopped_s = self._loop.time()
+            self._stopped_s = min(self._loop.time(), self.forward_until_s)
             self.stopped.set()
             if self.on_stop is not None:
                 self.on_stop(why)
+
+    def winds_down(self, is_winding: bool = True) -> None:
+        """From now on only its end is done, whose time is limited; or (False) it goes forward. May be repeated."""
+        if not is_winding:
+            self._winding_since_s = None
+        elif self._winding_since_s is None:
+            self._winding_since_s = min(self._loop.time(), self.forward_until_s)
 
     def join(self, reply: str | None) -> None:
         """Somebody asks (again) for this op: they hear that it runs, and all that follows."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlbus.controller.causes import fault, root_cause
-from rlbus.controller.draft import name_of
+from rlbus.controller.draft import healing_of, name_of
 from rlbus.controller.update_state import Damage, Group, Hold, Seat, UpdateState
 from rlbus.schemas import Fault, FaultCode, OpStatus, Outcome, Report, WorkerOutcome
 
@@ -68,13 +68,15 @@ def _outcome(state: UpdateState, seat: Seat) -> WorkerOutcome:
     if seat.blame is not None:
         blamed = seat.blame
         outcome = Outcome.FAILED if blamed.outcome is Outcome.REFUSED and _is_changed(seat) else blamed.outcome
-        return WorkerOutcome(worker=worker, outcome=outcome, phase=blamed.phase, fault=_with_state(seat, blamed.fault))
+        why = _with_state(state, seat, blamed.fault)
+        return WorkerOutcome(worker=worker, outcome=outcome, phase=blamed.phase, fault=why)
     if seat.damage is Damage.COMMITTED:
         return WorkerOutcome(worker=worker, outcome=Outcome.OK, phase="resume" if state.failed_in is None else "undo")
     phase = state.failed_in or state.phase
     if seat.damage is not Damage.NONE:
         cause = root_cause(state.causes) or fault(FaultCode.INTERNAL, "the update ended without a cause")
-        return WorkerOutcome(worker=worker, outcome=Outcome.FAILED, phase=phase, fault=_with_state(seat, cause))
+        why = _with_state(state, seat, cause)
+        return WorkerOutcome(worker=worker, outcome=Outcome.FAILED, phase=phase, fault=why)
     was_touched = seat.is_joined or seat.hold is not Hold.NONE
     return WorkerOutcome(worker=worker, outcome=Outcome.UNDONE if was_touched else Outcome.SKIPPED, phase=phase)
 
@@ -84,13 +86,13 @@ def _is_changed(seat: Seat) -> bool:
     return seat.damage is not Damage.NONE or seat.hold in (Hold.PAUSED, Hold.ASKED, Hold.STUCK)
 
 
-def _with_state(seat: Seat, cause: Fault) -> Fault:
+def _with_state(state: UpdateState, seat: Seat, cause: Fault) -> Fault:
     """The cause, with how the update left the worker: what a person has to know who reads only this line."""
     if seat.is_gone:
         return cause
     left: dict[str, str] = {}
     if seat.damage in (Damage.TORN, Damage.OPEN, Damage.RECEIVED):
-        left["weights"] = "torn: a full update or a reload makes them clean"
+        left["weights"] = f"torn: {healing_of(state.plan.request)} makes them clean"
     if seat.hold in (Hold.PAUSED, Hold.ASKED, Hold.STUCK):
         left["generation"] = "paused" if seat.hold is Hold.PAUSED else "may be paused"
     if not left:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import MAX_ATTEMPTS, in_attempt
 from rlbus.controller.causes import fault
-from rlbus.controller.draft import view_of
+from rlbus.controller.draft import healing_of, view_of
 from rlbus.controller.giving_way import is_catch_up
-from rlbus.controller.limits import ENDING_S, RETRY_S, limits_until
+from rlbus.controller.limits import ENDING_S, RETRY_S, ending_step_until_s, limits_until
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
@@ -100,7 +100,6 @@ class TakeOver:
                 await self._destroy(pausing)
             case ReloadFleet():
                 await self._await_loads()
-                self._until_s = self._loop.time() + ENDING_S
                 await self._free(may_be_old=False)
             case PauseFleet():
                 await self._settle_pause(request)
@@ -125,10 +124,10 @@ class TakeOver:
         """Read every member's state from itself."""
         there: list[WorkerId] = []
         for worker in self._entry.members:
-            member = self._registry.get(worker)
-            if member is not None and member.gone is None:
+            if self._is_there(worker):
                 there.append(worker)
             else:
+                member = self._registry.get(worker)
                 why = "it isn't there" if member is None else f"it is gone: {member.gone}"
                 self._silent[worker] = fault(FaultCode.WORKER_LOST, why, worker=worker)
         self._seen.clear()
@@ -169,14 +168,19 @@ class TakeOver:
             await self._ask("leave", DestroyGroup(epoch=epoch), workers)
 
     async def _await_loads(self) -> None:
-        """A folder that is being loaded can't be taken back; wait for it, as long as the op's own deadline allows."""
+        """What is being loaded can't be taken back; wait for it, as long as the op's own deadline allows.
+
+        Who is silent meanwhile still loads, as far as anybody knows. What follows has its time from here on.
+        """
         load_op_id = self._begun_id("load")
-        while any(status.op_id == load_op_id for status in self._seen.values()):
-            if self._op.stopped.is_set() or self._loop.time() >= self._op.forward_until_s:
-                return
+        loading = {w for w, status in self._seen.items() if status.op_id == load_op_id}
+        while loading and not self._op.stopped.is_set() and self._loop.time() < self._op.forward_until_s:
             await asyncio.sleep(RETRY_S)
             self._op.tick()
+            self._until_s = self._loop.time() + ENDING_S
             await self._look()
+            loading = {w for w in loading if self._is_there(w) and self._may_run(w, load_op_id)}
+        self._until_s = self._loop.time() + ENDING_S
 
     async def _settle_pause(self, request: PauseFleet) -> None:
         """Everybody paused: it is done. Otherwise nobody is."""
@@ -229,7 +233,7 @@ class TakeOver:
         if not asked:
             return {}
         self._num_steps += 1
-        until_s = self._until_s
+        until_s = ending_step_until_s(self._until_s, self._loop.time())
         op_id = derive_step(self._op.op_id, self._line.term, f"{self._num_steps}-{step}")
         while True:
             limits = limits_until(until_s, self._loop.time(), is_ending=True)
@@ -247,6 +251,15 @@ class TakeOver:
         return derive_step(self._entry.item.op_id, self._entry.item.term, step)
 
     # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _is_there(self, worker: WorkerId) -> bool:
+        member = self._registry.get(worker)
+        return member is not None and member.gone is None
+
+    def _may_run(self, worker: WorkerId, op_id: str) -> bool:
+        """Whether it runs this command, unless it says otherwise."""
+        status = self._seen.get(worker)
+        return status is None or status.op_id == op_id
 
     def _is_rebooted(self, worker: WorkerId) -> bool:
         """Whether another process answers for it than the one that the op began with."""
@@ -328,7 +341,7 @@ class TakeOver:
     def _judge_weights(self, worker: WorkerId, status: WorkerStatus) -> tuple[Outcome, Fault | None]:
         is_stuck = worker not in self._entry.held and self._is_held_by_op(status, None)
         if self._view(status).state in TORN:
-            message = "its controller died; weights are torn, and a full update or a reload makes them clean"
+            message = f"its controller died; weights are torn, and {healing_of(self._entry.request)} makes them clean"
             return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message, weights="torn", generation="paused")
         if is_stuck:
             message = "its controller died; it stays paused, since others are at the new version or it is still busy"

@@ -13,13 +13,14 @@ from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import STILL_S, stall_s
 from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
-from rlbus.controller.limits import RETRY_S, limits_until
+from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until
 from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.stillness import Stillness
 from rlbus.controller.transaction import decide
 from rlbus.controller.update_state import (
+    COMPLETING,
     FORWARD,
     Action,
     Ask,
@@ -201,6 +202,7 @@ class UpdateRun:
             self._op.enter(self.state.phase, total=total, unit="bytes" if is_transfer else "workers")
             _log.info("op %s: %s (after %s)", self._op.op_id, self.state.phase, before.value)
         self._watch_pauses()
+        self._op.winds_down(self.state.stage not in FORWARD | COMPLETING)
         for action in actions:
             self._act(action)
 
@@ -238,7 +240,9 @@ class UpdateRun:
 
         await asyncio.sleep(ask.after_s)
         last: StepAnswer | None = None
-        until_s = self._op.ending_until_s if ask.is_ending else self._op.forward_until_s
+        until_s = self._op.forward_until_s
+        if ask.is_ending:
+            until_s = ending_step_until_s(self._op.ending_until_s, self._loop.time())
         while last is None:
             try:
                 limits = limits_until(

@@ -87,6 +87,8 @@ FORWARD = frozenset(
         Stage.RECEIVE,
     }
 )
+# What follows when it goes well. All other stages take back, and let go.
+COMPLETING = frozenset({Stage.COMMIT, Stage.FLUSH, Stage.RESUME})
 
 
 class Hold(enum.Enum):

@@ -42,7 +42,7 @@ class Patience:
     `silence_s`: without any reply, then the request is sent again (the controller speaks at least every second). Before
     the first reply it begins with `first_silence_s` and doubles: a controller that doesn't lead says nothing.
     `first_answer_s`: until the first reply; `lost_s`: since the last one, when the controller had spoken before.
-    `grace_s`: beyond the request's deadline, in which the controller finishes or undoes what was begun (at most 60 s,
+    `grace_s`: beyond the request's deadline, in which the controller finishes or undoes what was begun (at most 90 s,
     see rlbus.controller.limits; it tells progress all the while). `retry_s`: between two sends.
     `nobody_s`: that nobody listens before the first reply, for programs that outlive a controller; a person is told at
     once. `awaits_controller`: that it is no error until the deadline (whoever waits for a fleet to come up).
@@ -52,7 +52,7 @@ class Patience:
     first_silence_s: float = 1.0
     first_answer_s: float = 15.0
     lost_s: float = 30.0
-    grace_s: float = 65.0
+    grace_s: float = 95.0
     retry_s: float = 0.5
     nobody_s: float = 0.0
     awaits_controller: bool = False

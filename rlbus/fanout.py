@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from rlbus import subjects
-from rlbus._gather import Gather, Gathered, Limits, Send, Verb, by_component, who
+from rlbus._gather import SETTLE_GRACE_S, Gather, Gathered, Limits, Send, Verb, by_component, who
 from rlbus._transport import Message
 from rlbus.bus import Bus, Inbox
 from rlbus.codec import MAX_MESSAGE_BYTES, decode, encode
@@ -26,7 +26,7 @@ from rlbus.schemas import (
     worker_id,
 )
 
-__all__ = ["Gathered", "Limits", "Losses", "fanout"]
+__all__ = ["OVERTIME_S", "Gathered", "Limits", "Losses", "fanout"]
 
 _log = logging.getLogger("rlbus.fanout")
 
@@ -38,6 +38,10 @@ MEMBER_BYTES = 23
 MEMBERS_FRAME_BYTES = 64
 # Publishes between two turns of the loop: 500 take about 1 ms. Source: facts/nats.md A1, "a publish loop never yields".
 NUM_PUBLISHES_PER_TURN = 500
+
+# The longest that a fan-out outlives its deadline, in seconds: who was silent is asked what became of it, and an answer
+# that is announced is waited for.
+OVERTIME_S = 2 * SETTLE_GRACE_S
 
 OnAnswer = Callable[[WorkerId, WorkerAnswer], None]
 OnOutcome = Callable[[Gathered], None]
@@ -84,7 +88,7 @@ async def fanout(
 ) -> dict[WorkerId, Gathered]:
     """Send one command to `members` and return one outcome for each, in their order.
 
-    Ends within `limits.deadline_s` plus at most 2 x SETTLE_GRACE_S. The same command, with the same op_id, goes again
+    Ends within `limits.deadline_s` plus at most OVERTIME_S. The same command, with the same op_id, goes again
     by unicast to whoever is silent after a part of the ack limit, and after a reconnect.
 
     Args:

@@ -25,6 +25,10 @@ from rlbus.workers.state import WorkerState
 NativeCommand = InitTransfer | ShutdownTransfer | StartUpdate | ApplyUpdate | FinishUpdate
 
 
+# Who serves one of these can tell what its model consists of.
+_CHECKED_ROUTES = frozenset({"update_weights_from_distributed", "update_weights_from_disk"})
+
+
 class Surroundings(Protocol):
     """What these need of the agent."""
 
@@ -88,11 +92,15 @@ async def _give_up_open(engine: Engine, around: Surroundings) -> None:
 def _check_heals(engine: Engine, state: WorkerState) -> None:
     """Weights that were torn are whole again only if everything came; with unknown ones a part makes a mixture.
 
+    Of an engine that can't tell its model's tensors nothing can be proven: there torn weights stay torn, and unknown
+    ones, which may be as whole as any, are what its trainer says.
     Raises: UpdateFailedError: the update is closed, and they are torn.
     """
     assert state.session is not None
     before, tensors = state.session.before, state.session.tensors
     if before.state is WeightsState.CLEAN:
+        return
+    if before.state is WeightsState.UNKNOWN and not _CHECKED_ROUTES & engine.info.routes:
         return
     try:
         engine.check_manifest(tensors)

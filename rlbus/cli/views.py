@@ -166,11 +166,11 @@ def warnings_of(member: MemberView, now: float, *, is_op_running: bool = False) 
         found.append(f"is DIRTY{last}: its weights are torn, it {what} until a full update or `rlbus update`")
     if weights.state is WeightsState.UNKNOWN:
         found.append("has UNKNOWN weights: nobody can say which, until an update")
-    if weights.state is WeightsState.UPDATING and not is_op_running and member.status.op_id is None:
+    is_left = not is_op_running and member.status.op_id is None
+    if weights.state is WeightsState.UPDATING and is_left:
         found.append("has an update OPEN that nobody ends: the next full update or `rlbus update` heals it")
-    if member.status.draft is not None and member.status.draft.state is WeightsState.DIRTY:
-        last = "" if member.status.draft.last_good is None else f" (last good: {member.status.draft.last_good})"
-        found.append(f"has a DIRTY draft model{last}: it stays paused until a full update of the draft")
+    if member.status.draft is not None:
+        found += _draft_warnings(member.status.draft, is_left)
     if member.status.asleep:
         found.append(f"is ASLEEP: {', '.join(member.status.asleep)}; it generates nothing until `rlbus wake`")
     if pause is not None:
@@ -183,6 +183,15 @@ def warnings_of(member: MemberView, now: float, *, is_op_running: bool = False) 
     if member.status.drift is not None:
         found.append(f"DRIFTS: {member.status.drift}")
     return found
+
+
+def _draft_warnings(draft: WeightsView, is_left: bool) -> list[str]:
+    if draft.state is WeightsState.DIRTY:
+        last = "" if draft.last_good is None else f" (last good: {draft.last_good})"
+        return [f"has a DIRTY draft model{last}: it stays paused until a full update of the draft"]
+    if draft.state is WeightsState.UPDATING and is_left:
+        return ["has an update of its draft model OPEN that nobody ends: the next full update of the draft heals it"]
+    return []
 
 
 def lease_text(pause: PauseView, now: float) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from rlbus.schemas import GroupPlan, JoinedData, RankSpan, ReceivedData, TensorSpec, TensorSum, Version
+from rlbus.errors import refused
+from rlbus.schemas import FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, TensorSpec, TensorSum, Version
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
@@ -21,8 +22,9 @@ class UpdatingEngine:
         self._expected: ExpectedTensors | None = None
 
     def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
-        """See `Engine`."""
-        assert self._expected is not None, "the route isn't advertised without it"
+        """See `Engine`. RefusedError (`no_route`): it isn't known what the model consists of."""
+        if self._expected is None:
+            raise refused(FaultCode.NO_ROUTE, "which tensors the model has can't be told")
         self._expected.check(tensors)
 
     async def join_group(self, plan: GroupPlan, span: RankSpan) -> JoinedData:

@@ -1,7 +1,6 @@
 """Controllers that die: a standby takes over, and finishes or takes back what it finds (SCENARIOS 11, 54)."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,13 +29,11 @@ from rlbus.schemas import (
 )
 from rlbus.testing import Faults, LoopClock, MemoryTransport
 from rlbus.trainer import Trainer
-from rlbus.workers.config import AgentConfig
-from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
-from rlbus.workers.engines.fake_script import FakeScript, Step
-from rlbus.workers.testing import worker_on_bus
+from rlbus.workers.engines.fake import DEFAULT_TENSORS
+from rlbus.workers.engines.fake_script import Step
 from tests.unit.controller import scene
 from tests.unit.controller.failover_stage import Stage, play
-from tests.unit.controller.scene import Worker, outcomes, source, worker
+from tests.unit.controller.scene import outcomes, source, worker
 
 pytestmark = pytest.mark.unit
 
@@ -339,27 +336,6 @@ def test_a_pause_that_everybody_did_is_kept_and_reported_as_done() -> None:
         assert (await stage.client.resume()).status is OpStatus.OK
 
     play([worker(1), worker(2)], scenario)
-
-
-def loader(number: int, folder: Path, step: Step) -> Worker:
-    """A worker that may load from `folder`, as `step` says."""
-    engine = FakeEngine(FakeScript({"load_weights": {1: step}}))
-    config = AgentConfig(weight_roots=(str(folder),))
-    return lambda broker: worker_on_bus(engine, broker=broker, instance_id=str(number), config=config)
-
-
-def test_a_reload_in_progress_is_waited_for_and_finished(tmp_path: Path) -> None:
-    """A folder that is being loaded can't be taken back: whoever has it is let go, at the new version."""
-
-    async def scenario(stage: Stage) -> None:
-        asyncio.get_running_loop().call_later(3.0, stage.kill, stage.processes[0])
-        report = await stage.client.reload(str(tmp_path), version=Version(step=7), deadline_s=60.0)
-        assert (report.status, outcomes(report)) == (OpStatus.OK, {"1": "ok", "2": "ok"})
-        assert await stage.generations() == [RUNNING, RUNNING]
-        assert (await stage.client.status()).version == Version(step=7)
-
-    FakeEngine().save(tmp_path, Version(step=7))
-    play([loader(1, tmp_path, Step()), loader(2, tmp_path, Step(latency_s=12.0))], scenario)
 
 
 def test_a_member_that_is_gone_when_the_op_is_settled_is_reported_as_unknown() -> None:

@@ -1,21 +1,31 @@
 """However much goes wrong at the end of an op, it ends, within a time that its caller knows."""
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
 from rlbus import subjects
 from rlbus._conversation import DEFAULT_PATIENCE
 from rlbus._transport import Message
-from rlbus.controller.limits import ENDING_STEP_S, OVERRUN_S, limits_until
-from rlbus.schemas import ControllerEvent, OpEnded, Report
-from rlbus.workers.engines.fake_script import Step
+from rlbus.bus import Bus
+from rlbus.controller.answers import StepAnswer
+from rlbus.controller.asking import Asker
+from rlbus.controller.limits import ENDING_S, ENDING_STEP_S, OVERRUN_S, ending_step_until_s, limits_until
+from rlbus.controller.line import Line
+from rlbus.controller.op import Op
+from rlbus.errors import BrokenError
+from rlbus.schemas import ControllerEvent, OpEnded, Outcome, PauseFleet, Report, ResumeGeneration, worker_id
+from rlbus.testing import LoopClock, MemoryBroker, run
+from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller import scene
 from tests.unit.controller.scene import Scene, Steps, play, worker
 
 pytestmark = pytest.mark.unit
 
 DEADLINE_S = 20.0
+# What an engine is called for at the end of an update that failed.
+ENDING = ("abort_update", "flush_cache", "resume", "leave_group")
 # It doesn't let go either when it is told to.
 HANGS = {0: Step(hangs=True, clings_s=300.0)}
 
@@ -85,12 +95,72 @@ def test_an_op_that_was_taken_back_doesn_t_wait_for_its_deadline() -> None:
     play([worker(1, steps), worker(2)], taken_back)
 
 
+def test_an_update_that_failed_early_doesn_t_wait_for_its_deadline() -> None:
+    """Nobody took it back; what failed has to be ended all the same, and that has its time from then on."""
+    steps: Steps = {"receive_weights": {1: failing(after_parts=0)}, **dict.fromkeys(ENDING, HANGS)}
+
+    async def fails(s: Scene) -> None:
+        began_s = asyncio.get_running_loop().time()
+        report = await s.update(7, deadline_s=600.0)
+        assert asyncio.get_running_loop().time() - began_s < OVERRUN_S
+        assert scene.outcomes(report)["1"] == "failed"
+
+    play([worker(1, steps), worker(2)], fails)
+
+
+def test_a_pause_that_failed_early_doesn_t_wait_for_its_deadline() -> None:
+    """One refuses, and the other one, which was paused, is busy with something when it is to be let go."""
+    busy: Steps = {"resume": HANGS}
+
+    async def fails(s: Scene) -> None:
+        began_s = asyncio.get_running_loop().time()
+        report = await s.fleet.client.pause(deadline_s=600.0, check=False)
+        assert asyncio.get_running_loop().time() - began_s < OVERRUN_S
+        assert scene.outcomes(report) == {"1": "failed", "2": "unknown"}
+
+    play([worker(1, {"pause": {1: failing()}}), worker(2, busy)], fails)
+
+
+class Absent:
+    """A line on which the first `num_broken` fan-outs find no connection."""
+
+    term = 1
+
+    def __init__(self, num_broken: int) -> None:
+        self.num_broken = num_broken
+
+    async def ask(self, _body: object, workers: list[str], *, on_outcome: Any, **_: object) -> None:
+        """See `Line`."""
+        if self.num_broken:
+            self.num_broken -= 1
+            raise BrokenError("bus", "not connected")
+        for one in workers:
+            on_outcome(one, StepAnswer(Outcome.OK))
+
+
+def test_a_step_that_begins_when_the_time_is_used_up_bears_a_short_disconnect() -> None:
+    """Who is paused must not stay so because one publish failed."""
+
+    async def late() -> StepAnswer:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            op = Op(bus, "test", PauseFleet(op_id="o", deadline_s=10.0), "pause")
+            await asyncio.sleep(10.0 + ENDING_S)
+            who = worker_id("backend", "1")
+            asker = Asker(op, cast(Line, Absent(num_broken=3)))
+            return (await asker.until_free("undo", "undo", ResumeGeneration(), [who]))[who]
+
+    assert run(late()).is_ok
+
+
 def test_the_caller_hears_out_the_longest_op() -> None:
     """Its patience after the deadline is longer than what an op may take after it."""
     assert DEFAULT_PATIENCE.grace_s > OVERRUN_S
 
 
 def test_a_step_at_the_end_has_a_moment_even_when_the_time_is_used_up() -> None:
-    """A healthy worker must not stay paused because another one took all of it."""
-    assert limits_until(10.0, 50.0, is_ending=True).deadline_s == ENDING_STEP_S
+    """A healthy worker must not stay paused because another one took all of it; no part of it is kept for later."""
+    assert ending_step_until_s(10.0, 50.0) == 50.0 + ENDING_STEP_S
+    assert ending_step_until_s(100.0, 50.0) == 100.0
+    assert limits_until(55.0, 50.0, is_ending=True).ack_s == ENDING_STEP_S
+    assert limits_until(55.0, 50.0).ack_s < ENDING_STEP_S
     assert limits_until(10.0, 50.0).deadline_s < 0.1

@@ -48,8 +48,8 @@ REPORT = Report(op_id="o", op="pause", status=OpStatus.OK, outcomes=(), phases_s
         (False, 10.0, SILENCE, 39.9, None),
         (False, 10.0, NOBODY, 39.9, None),  # a controller that was heard may be restarting
         (False, 10.0, NOBODY, 40.0, BrokenError),  # lost
-        (False, 164.0, SILENCE, 164.9, None),  # it undoes what was begun
-        (False, 164.0, SILENCE, 165.0, DeadlineError),  # deadline and grace are over
+        (False, 194.0, SILENCE, 194.9, None),  # it undoes what was begun
+        (False, 194.0, SILENCE, 195.0, DeadlineError),  # deadline and grace are over
     ],
 )
 def test_each_silence_ends_or_is_borne(
@@ -88,7 +88,7 @@ def test_the_first_silences_are_short_and_grow_until_the_controller_has_spoken()
             wait = _Wait(bus, "n", REQUEST, Patience(), started=0.0)
             limits_s = [wait.limit_s(0.0) for _ in range(5)]
             wait.heard_at = 1.0
-            return [*limits_s, wait.limit_s(1.0), wait.limit_s(164.0)]
+            return [*limits_s, wait.limit_s(1.0), wait.limit_s(194.0)]
 
     assert run(body()) == [1.0, 2.0, 4.0, 5.0, 5.0, 5.0, 1.0]
 

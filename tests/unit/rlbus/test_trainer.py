@@ -319,7 +319,7 @@ def test_a_deadline_takes_the_op_back_and_leaves_the_group() -> None:
     async def scenario(trainer: Trainer, controller: Controller) -> None:
         with pytest.raises(DeadlineError, match="update_weights did not end within 20 s"):
             await trainer.update_weights(Source(), version=1, deadline_s=20.0)
-        assert 85.0 <= asyncio.get_running_loop().time() < 90.0
+        assert 115.0 <= asyncio.get_running_loop().time() < 120.0
         assert controller.log[-1] == "CancelOp"
 
     assert play(scenario, endless) == ["leave: the trainer gave the update up", "aclose"]

@@ -217,6 +217,28 @@ def test_unknown_weights_get_no_name_from_a_part_of_the_model(tmp_path: Path) ->
     run(main())
 
 
+def test_unknown_weights_take_what_a_trainer_says_where_nobody_can_tell_the_models_tensors(tmp_path: Path) -> None:
+    """A restarted engine behind a backend of its own: nothing could ever prove that all came."""
+    less = ROUTES - {"update_weights_from_distributed", "update_weights_from_disk"}
+
+    async def main() -> None:
+        for life, routes in ((1, ROUTES), (2, less)):
+            ledger = Ledger.open(tmp_path, NAMESPACE, COMPONENT, INSTANCE_ID)
+            assert ledger is not None
+            with ledger:
+                async with worker_on_bus(FakeEngine(routes=routes), ledger=ledger) as rig:
+                    if life == 1:
+                        await updated(rig, V1)
+                        continue
+                    assert rig.agent.state.weights.state is WeightsState.UNKNOWN
+                    await begun(rig)
+                    assert (await rig.send(brings(2))).status is ResultStatus.OK
+                    assert (await rig.send(FinishUpdate(version=V2))).status is ResultStatus.OK
+                    assert weights(rig) == (WeightsState.CLEAN, V2)
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "info",
     ["{", "7", "[7]", '{"names": ["a"]}', '{"names": ["a"], "dtype_names": ["float32"], "shapes": []}'],

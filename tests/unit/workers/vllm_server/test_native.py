@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlbus.errors import EngineDeadError, EngineError
+from rlbus.errors import EngineDeadError, EngineError, RefusedError
 from rlbus.schemas import FaultCode, Version
 from rlbus.testing import run
 from rlbus.workers.engines.base import UpdateFailedError
@@ -82,6 +82,16 @@ def on_engine(llm: Nccl, tmp_path: Any, check: Callable[[VllmEngine], Awaitable[
 def verbs(llm: Nccl) -> list[str]:
     """What vLLM was asked for."""
     return [call for call, _ in llm.told]
+
+
+def test_a_model_that_nobody_can_tell_is_refused_where_it_would_have_to_be_compared(tmp_path: Any) -> None:
+    """Torn weights stay torn then, and say why; it is no bug of ours."""
+
+    async def check(engine: VllmEngine) -> None:
+        with pytest.raises(RefusedError, match="can't be told"):
+            engine.check_manifest(())
+
+    on_engine(Nccl(), tmp_path, check)
 
 
 def test_everything_passes_straight_through_and_the_version_is_vllms_label(tmp_path: Any) -> None:
