@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from rlbus.controller import draft
 from rlbus.controller.causes import fault
-from rlbus.controller.draft import DRAFT_ROUTE, view_of
+from rlbus.controller.draft import view_of
 from rlbus.controller.op_ids import PAUSE_STEP, is_pause_of_op
 from rlbus.controller.registry import Member, Registry, list_names
 from rlbus.controller.update_state import Candidate, Group, Plan
 from rlbus.errors import ManifestError
 from rlbus.schemas import (
+    DRAFT_ROUTE,
     AbortFleet,
     Fault,
     FaultCode,

@@ -11,9 +11,6 @@ from rlbus.controller.causes import fault
 from rlbus.controller.registry import Member
 from rlbus.schemas import Fault, FaultCode, UpdateWeights, Version, WeightsData, WeightsState, WeightsView, WorkerStatus
 
-# What a worker must serve, beside the routes of any update.
-DRAFT_ROUTE = "prepare_draft_update"
-
 
 def is_draft(request: object) -> bool:
     """Whether this request is about draft models, and leaves the fleet's version as it is."""

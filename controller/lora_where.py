@@ -13,12 +13,13 @@ from rlbus.controller.causes import fault
 from rlbus.controller.registry import Member
 from rlbus.schemas import Fault, FaultCode, LoadLoraFleet, Outcome, Report, WorkerOutcome
 
-LORA_ROUTES = ("load_lora", "unload_lora", "list_loras")
+# Whoever serves it serves the other routes about adapters, too (`LORA_ROUTES`).
+ROUTE = "load_lora"
 
 
 def takes_loras(member: Member) -> bool:
     """Whether its engine takes adapters at all; what it takes just now is another matter."""
-    return all(route in member.descriptor.routes for route in LORA_ROUTES)
+    return ROUTE in member.descriptor.routes
 
 
 def chosen(members: Sequence[Member], request: LoadLoraFleet) -> Sequence[Member]:
@@ -30,13 +31,12 @@ def chosen(members: Sequence[Member], request: LoadLoraFleet) -> Sequence[Member
 
 def check_routes(members: Sequence[Member], request: LoadLoraFleet, *, with_pause: bool) -> Fault | None:
     """Whether everybody whom the load is for takes adapters, and can be paused if it has to be; names who doesn't."""
-    for route in LORA_ROUTES:
-        missing = admission.check_route(members, route)
-        if missing is not None and not request.where_possible and any(takes_loras(m) for m in members):
-            message = f"{missing.message}; or load it only where that is possible (--where-possible)"
-            return msgspec.structs.replace(missing, message=message)
-        if missing is not None:
-            return missing
+    missing = admission.check_route(members, ROUTE)
+    if missing is not None and not request.where_possible and any(takes_loras(m) for m in members):
+        message = f"{missing.message}; or load it only where that is possible (--where-possible)"
+        return msgspec.structs.replace(missing, message=message)
+    if missing is not None:
+        return missing
     pausing = ("pause_generation", "resume_generation") if with_pause else ()
     return next((problem for route in pausing if (problem := admission.check_route(members, route))), None)
 
@@ -53,6 +53,6 @@ def with_spared(report: Report, outcomes: Sequence[WorkerOutcome]) -> Report:
 
 
 def _spared(member: Member) -> WorkerOutcome:
-    message = f"{member.descriptor.engine} takes no adapters here (it doesn't serve load_lora)"
-    why = fault(FaultCode.NO_ROUTE, message, worker=member.worker, route="load_lora")
+    message = f"{member.descriptor.engine} takes no adapters here (it doesn't serve {ROUTE})"
+    why = fault(FaultCode.NO_ROUTE, message, worker=member.worker, route=ROUTE)
     return WorkerOutcome(worker=member.worker, outcome=Outcome.SKIPPED, phase="check", fault=why)

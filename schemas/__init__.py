@@ -25,6 +25,7 @@ from rlbus.schemas.base import (
     Wire,
 )
 from rlbus.schemas.commands import (
+    DRAFT_ROUTE,
     QUERY_ROUTES,
     AbortRequest,
     AbortWeights,
@@ -153,6 +154,7 @@ from rlbus.schemas.lora_ops import (
     UnloadLoraFleet,
 )
 from rlbus.schemas.loras import (
+    LORA_ROUTES,
     MAX_LORAS,
     MAX_REVISION,
     FolderSource,
@@ -334,6 +336,8 @@ __all__ = [
     "PutManifest",
     "PutManifestPage",
     "QUERY_ROUTES",
+    "DRAFT_ROUTE",
+    "LORA_ROUTES",
     "RankSpan",
     "ReceivedData",
     "ReceiveWeights",

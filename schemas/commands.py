@@ -243,3 +243,5 @@ def route_of(body: CommandBody) -> str:
 
 # Routes that never change anything; they are answered at once, beside whatever runs.
 QUERY_ROUTES = frozenset({"hello", "get_status", "get_outcome", "get_weight_version"})
+# What a worker with a draft model serves beside the routes of any update.
+DRAFT_ROUTE = "prepare_draft_update"

@@ -106,6 +106,10 @@ class GetLoras(Body, frozen=True, kw_only=True, tag="list_loras"):
     """Ask the engine which adapters it has now; answered beside whatever runs, with `LorasData`."""
 
 
+# The routes of a worker that takes adapters: whoever serves one serves all.
+LORA_ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
+
+
 class LoraState(enum.StrEnum):
     """What a worker does with an adapter."""
 

@@ -15,6 +15,8 @@ from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.errors import ConfigError, DecodeError, RLBusError
 from rlbus.schemas import (
+    DRAFT_ROUTE,
+    LORA_ROUTES,
     Announcement,
     Command,
     Descriptor,
@@ -37,7 +39,6 @@ from rlbus.workers.config import AgentConfig
 from rlbus.workers.draft import INITIAL as INITIAL_DRAFT
 from rlbus.workers.draft import is_for_draft, torn_part
 from rlbus.workers.engines.base import Engine, Observed
-from rlbus.workers.engines.draft import DRAFT_ROUTE
 from rlbus.workers.engines.found import Found, FoundEngine
 from rlbus.workers.engines.sleep import SleepEngine
 from rlbus.workers.entrance import Entrance
@@ -47,7 +48,6 @@ from rlbus.workers.journal import Journal, Record
 from rlbus.workers.leases import OWN_OP_S, work_of
 from rlbus.workers.ledger import Ledger, come_back, noted
 from rlbus.workers.lifecycle import decide, is_mutation, served_routes
-from rlbus.workers.lora_calls import ROUTES as LORA_ROUTES
 from rlbus.workers.lora_calls import lora_engine
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.lora_watch import LoraWatch

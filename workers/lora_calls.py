@@ -32,8 +32,6 @@ from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
 
-ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
-
 
 class Files(Protocol):
     """Where an adapter's files come from, see `rlbus.workers.lora_files`."""
@@ -66,7 +64,7 @@ class Surroundings(Protocol):
 
 
 def lora_engine(engine: Engine) -> LoraEngine:
-    """The same engine as one that takes adapters; it lists ROUTES, so it implements that."""
+    """The same engine as one that takes adapters; it lists LORA_ROUTES, so it implements that."""
     return cast(LoraEngine, engine)
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rlbus.errors import FaultError, ManifestError
-from rlbus.schemas import ChecksumsData, FaultCode, Version
+from rlbus.schemas import DRAFT_ROUTE, ChecksumsData, FaultCode, Version
 from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.contract import (
     A,
@@ -28,7 +28,7 @@ from rlbus.workers.engines.contract import (
     update,
 )
 from rlbus.workers.engines.contract_draft import OpenedDraftEngine, draft, draft_order, transfer_draft, update_draft
-from rlbus.workers.engines.draft import DRAFT_ROUTE, drafter
+from rlbus.workers.engines.draft import drafter
 from tests.engines.drafting import CASES, TARGET, TWIN, DraftingVllm
 
 pytestmark = pytest.mark.engine

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlbus._snapshots import Snapshots
-from rlbus.schemas import GroupPlan, JoinedData, RankSpan, SnapshotKind, TensorSpec, Version
+from rlbus.schemas import LORA_ROUTES, GroupPlan, JoinedData, RankSpan, SnapshotKind, TensorSpec, Version
 from rlbus.transfer.fake import FakePlane, FakePlaneScript, FakeRecording
 from rlbus.transfer.plane import ProgressFn, Sent, WeightSource
 from rlbus.workers.engines.base import ReceiveOrder
 from rlbus.workers.engines.fake import INITIAL, ROUTES, FakeEngine
-from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.fake_requests import FakeRequest
 from rlbus.workers.engines.fake_script import FakeScript
 from tests.simulation.engine_faults import DrawnScript

@@ -15,6 +15,7 @@ import httpx
 
 from rlbus.errors import EngineDeadError, EngineError, refused
 from rlbus.schemas import (
+    LORA_ROUTES,
     ChecksumsData,
     Fault,
     FaultCode,
@@ -24,7 +25,6 @@ from rlbus.schemas import (
 )
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.loras import NEEDED, DynamoLoras
-from rlbus.workers.dynamo.loras import ROUTES as LORA_ROUTES
 from rlbus.workers.dynamo.rpc import DynamoRpc
 from rlbus.workers.dynamo.surface import Began, DynamoError, Surface
 from rlbus.workers.dynamo.tensors import model_tensors
@@ -32,7 +32,7 @@ from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.found import Found
 from rlbus.workers.peer_http import Peer, PeerClient
 from rlbus.workers.vllm_server.adapters import TakesLoras
-from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, RankOutcome
 from rlbus.workers.vllm_server.updates import CALL_S, Updates
@@ -42,7 +42,6 @@ _log = logging.getLogger("rlbus.workers")
 
 # A pause that waits for requests is bounded by its caller; this only says that nothing waits for ever.
 WAIT_S = 86_400.0
-CHECKSUM_S = 600.0
 # Leaving the group while the sidecar ends.
 LEAVE_S = 5.0
 # Aborts of one command that are on their way at once.

@@ -20,10 +20,9 @@ from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.loras import LORA_S, check_files
 
 LOAD, UNLOAD = "load_lora", "unload_lora"
-# What a worker has to list. The list of adapters is none of Dynamo's RL routes, and is asked for at the start.
+# What a worker has to list; they are enough for all of rlbus's. The list of adapters is none of Dynamo's RL routes, and
+# is asked for at the start.
 NEEDED = frozenset({LOAD, UNLOAD})
-# Those of rlbus that the two are enough for.
-ROUTES = frozenset({LOAD, UNLOAD, "list_loras"})
 # Dynamo doesn't say which ranks its vLLM takes; that refuses a larger one by itself, and keeps what it has.
 _ANY_RANK = sys.maxsize
 # Dynamo's words.

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from rlbus.errors import refused
-from rlbus.schemas import ChecksumsData, FaultCode, TensorSpec
+from rlbus.schemas import DRAFT_ROUTE, ChecksumsData, FaultCode, TensorSpec
 from rlbus.workers.engines.base import Engine
-
-DRAFT_ROUTE = "prepare_draft_update"
 
 
 @runtime_checkable

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from rlbus.errors import EngineDeadError, EngineError, error_from_fault, refused
 from rlbus.schemas import (
+    DRAFT_ROUTE,
+    LORA_ROUTES,
     ChecksumsData,
     Fault,
     FaultCode,
@@ -34,9 +36,8 @@ from rlbus.schemas import (
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import compare, num_bytes
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
-from rlbus.workers.engines.fake_draft import DRAFT_ROUTE, WithDraft
+from rlbus.workers.engines.fake_draft import WithDraft
 from rlbus.workers.engines.fake_loras import DEFAULT_CAPACITY, FakeLoras, WithLoras
-from rlbus.workers.engines.fake_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.fake_memory import FakeMemory
 from rlbus.workers.engines.fake_native import NATIVE_ROUTES, WithNative
 from rlbus.workers.engines.fake_requests import FakeRequest, Scheduler

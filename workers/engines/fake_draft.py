@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from rlbus.schemas import ChecksumsData, TensorSpec, TensorSum, Version
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import compare
-from rlbus.workers.engines.draft import DRAFT_ROUTE
-
-__all__ = ["DRAFT_ROUTE", "WithDraft"]
 
 
 class WithDraft:

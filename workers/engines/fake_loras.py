@@ -13,7 +13,6 @@ from rlbus.workers.engines.fake_requests import Scheduler
 from rlbus.workers.engines.fake_script import Step
 from rlbus.workers.engines.lora import LoraInfo, Resident
 
-ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
 DEFAULT_CAPACITY = 4
 
 

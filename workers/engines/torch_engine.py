@@ -17,6 +17,7 @@ from typing import Any
 from rlbus._http_server import HttpServer, base_url
 from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault, refused
 from rlbus.schemas import (
+    LORA_ROUTES,
     MAX_LORAS,
     ChecksumsData,
     Fault,
@@ -42,7 +43,6 @@ from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import in_order
-from rlbus.workers.engines.torch_loras import ROUTES as LORA_ROUTES
 from rlbus.workers.engines.torch_loras import TorchLoras
 from rlbus.workers.engines.torch_rank import ChildRank, OwnRank
 from rlbus.workers.engines.torch_ranks import Ranks, Slowest, Standing, agreed, check_equal, first_bad

@@ -14,8 +14,6 @@ from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.torch_lm.adapter import read_adapter
 from rlbus.workers.torch_lm.generate import Generation
 
-ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
-
 
 class TorchLoras:
     """What makes the torch engine a `LoraEngine`; mixed into it."""

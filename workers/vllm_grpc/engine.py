@@ -29,9 +29,9 @@ from rlbus.workers.vllm_grpc.pausing import Pausing
 from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_grpc.weights import GrpcWeights
 from rlbus.workers.vllm_http.supervisor import LOST
-from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
-from rlbus.workers.vllm_server.engine import CHECKSUM_S, UNLABELLED
+from rlbus.workers.vllm_server.engine import UNLABELLED
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, clear_left
 from rlbus.workers.vllm_server.model import expected_of
 from rlbus.workers.vllm_server.updates import TORN, Updates

@@ -14,6 +14,7 @@ import httpx
 
 from rlbus.errors import ConfigError, EngineDeadError, EngineError
 from rlbus.schemas import (
+    LORA_ROUTES,
     ChecksumsData,
     Fault,
     FaultCode,
@@ -60,7 +61,6 @@ ROUTES = frozenset(
         "update_weights_from_distributed",
     }
 )
-LORA_ROUTES = frozenset({"load_lora", "unload_lora", "list_loras"})
 # Of a completion with several prompts, so many are looked for by the id of its request, where the server can't be asked
 # which there are.
 MAX_PROMPTS = 16

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlbus.errors import EngineError, refused
 from rlbus.schemas import ChecksumsData, Fault, FaultCode
-from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import RankOutcome
@@ -21,8 +21,6 @@ _log = logging.getLogger("rlbus.workers")
 # The one kind of draft that is a whole model of its own. Others (EAGLE, MTP) run on tensors of the target, which an
 # update would have to keep shared. Source: vllm 0.32, v1/spec_decode/llm_base_proposer.py, `_maybe_share_embeddings`.
 METHOD = "draft_model"
-# Hashing all weights. Source: `engine.CHECKSUM_S`.
-CHECKSUM_S = 600.0
 
 
 def expected_draft(llm: Any) -> ExpectedTensors | None:

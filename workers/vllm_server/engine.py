@@ -11,6 +11,8 @@ from typing import Any
 
 from rlbus.errors import EngineError, refused
 from rlbus.schemas import (
+    DRAFT_ROUTE,
+    LORA_ROUTES,
     AbortedData,
     ChecksumsData,
     Fault,
@@ -24,12 +26,11 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed
-from rlbus.workers.engines.draft import DRAFT_ROUTE
 from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_server.adapters import TakesLoras
-from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.draft import expected_draft
@@ -48,8 +49,6 @@ _log = logging.getLogger("rlbus.workers")
 UNLABELLED = "default"
 # Names under which `plugin.register` adds our transfer backend to vLLM.
 BACKENDS = ("gloo", "rlbus")
-# Hashing all weights: 0.12 s for 537 MB (facts/vllm-cpu.md 5).
-CHECKSUM_S = 600.0
 
 
 class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
@@ -147,7 +146,7 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
             routes |= SLEEP_ROUTES
         if self._loras is not None:
             self._loras.attach()
-            routes |= {"load_lora", "unload_lora", "list_loras"}
+            routes |= LORA_ROUTES
         self._exchange = Exchange(self._run_dir)
         self._updates = Updates(
             self._llm,

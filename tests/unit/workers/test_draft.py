@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlbus.schemas import (
+    DRAFT_ROUTE,
     ChecksumsData,
     CommandBody,
     CommitWeights,
@@ -39,7 +40,6 @@ from rlbus.schemas import (
 from rlbus.testing import run
 from rlbus.transfer.fake import fake_sum
 from rlbus.transfer.manifest import digest, pages
-from rlbus.workers.engines.draft import DRAFT_ROUTE
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step
 from rlbus.workers.ledger import opened

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlbus.errors import EngineError, FaultError
-from rlbus.schemas import FaultCode, PauseMode
+from rlbus.schemas import LORA_ROUTES, FaultCode, PauseMode
 from rlbus.workers.dynamo.engine import LORAS_END_S, DynamoEngine
-from rlbus.workers.dynamo.loras import ROUTES
 from rlbus.workers.engines.lora import Resident
 from tests.unit.workers.dynamo.fake_dynamo import FakeWorker, listed, on_engine
 
@@ -37,7 +36,7 @@ def test_adapters_are_advertised_where_dynamo_takes_them_and_the_user_says_how_m
     found: list[bool] = []
 
     async def check(engine: DynamoEngine) -> None:
-        found.append(engine.info.routes >= ROUTES)
+        found.append(engine.info.routes >= LORA_ROUTES)
 
     on_engine(FakeWorker(loras={}), tmp_path, check, max_loras=2)
     on_engine(FakeWorker(loras={}), tmp_path, check)

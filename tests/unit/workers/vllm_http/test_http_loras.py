@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError
-from rlbus.schemas import FaultCode, Version
+from rlbus.schemas import LORA_ROUTES, FaultCode, Version
 from rlbus.testing import run
 from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.peer_http import Peer
-from rlbus.workers.vllm_http.engine import LORA_ROUTES, VllmHttpEngine
+from rlbus.workers.vllm_http.engine import VllmHttpEngine
 from rlbus.workers.vllm_server.lora_routes import LIST, LOAD, RESTORE
 from tests.unit.workers.vllm_http.fake_server import FakeServer
 from tests.unit.workers.vllm_server.fake_loras import without_vllm, write

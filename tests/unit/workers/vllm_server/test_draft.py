@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from rlbus.errors import EngineError, FaultError, ManifestError
-from rlbus.schemas import Fault, FaultCode, GroupPlan, RankSpan, Rendezvous, TensorSpec, Version
+from rlbus.schemas import DRAFT_ROUTE, Fault, FaultCode, GroupPlan, RankSpan, Rendezvous, TensorSpec, Version
 from rlbus.testing import run
 from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
-from rlbus.workers.engines.draft import DRAFT_ROUTE, drafter
+from rlbus.workers.engines.draft import drafter
 from rlbus.workers.vllm_server import draft as draft_module
 from rlbus.workers.vllm_server import engine as engine_module
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, expect
