@@ -104,12 +104,12 @@ def test_revisions_generate_what_their_merged_models_do(scene: Scene, tmp_path: 
 
 def test_routes_of_the_plugin_want_the_key_and_bodies_that_make_sense(scene: Scene) -> None:
     """SCENARIOS 43, on the real server's application; nothing changes."""
-    client = httpx.Client(base_url=scene.url, timeout=60.0, trust_env=False)
-    assert client.get(LIST).status_code == 401
-    assert client.post(LOAD, json={}).status_code == 401
-    answer = client.post(LOAD, json={"name": "policy"}, headers=AUTH)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
-    body = {"boot_id": "of another start", "name": "policy", "revision": 9, "folder": "/nowhere"}
-    answer = client.post(LOAD, json=body, headers=AUTH)
-    assert (answer.status_code, answer.json()["rlbus"]["code"]) == (409, "stale_epoch")
-    assert client.get(LIST, headers=AUTH).json() == {"loras": []}
+    with httpx.Client(base_url=scene.url, timeout=60.0, trust_env=False) as client:
+        assert client.get(LIST).status_code == 401
+        assert client.post(LOAD, json={}).status_code == 401
+        answer = client.post(LOAD, json={"name": "policy"}, headers=AUTH)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
+        body = {"boot_id": "of another start", "name": "policy", "revision": 9, "folder": "/nowhere"}
+        answer = client.post(LOAD, json=body, headers=AUTH)
+        assert (answer.status_code, answer.json()["rlbus"]["code"]) == (409, "stale_epoch")
+        assert client.get(LIST, headers=AUTH).json() == {"loras": []}
