@@ -190,7 +190,8 @@ async def _after_trainer(run: Run) -> None:
     if run.case.blow is Blow.KILL:
         await run.stage.start_trainer()
         run.start_s = run.stage.trainer_start_s
-    await run.watch.until(_is_settled, run.limit_s)
+    # What was seen before the blow knows nothing of its update.
+    await run.watch.until(lambda s: s is not None and s.at_s > run.since_s and _is_settled(s), run.limit_s)
     if run.case.blow is Blow.STOP:
         strike(run.pid, signal.SIGCONT)
         await _hear(run, run.versions[0])
