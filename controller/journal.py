@@ -24,6 +24,7 @@ from rlbus.schemas import (
     HistoryItem,
     JournalEntry,
     LoraMark,
+    MemberBefore,
     MutationRequest,
     Outcome,
     Report,
@@ -120,7 +121,7 @@ class Journal:
         name: str,
         members: tuple[WorkerId, ...],
         *,
-        boots: tuple[str, ...] = (),
+        before: tuple[MemberBefore, ...] = (),
         held: tuple[WorkerId, ...] = (),
         version: Version | None = None,
         epoch: int | None = None,
@@ -143,7 +144,7 @@ class Journal:
             epoch=epoch,
             what=what,
         )
-        kept = _Kept(JournalEntry(item=item, request=request, members=members, boots=boots, held=held), None)
+        kept = _Kept(JournalEntry(item=item, request=request, members=members, before=before, held=held), None)
         self._kept[request.op_id] = kept
         self._forget_oldest()
         key = _key(request.op_id)

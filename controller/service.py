@@ -26,7 +26,7 @@ from rlbus.controller.lora_desk import LoraDesk
 from rlbus.controller.op import Op, publish
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
-from rlbus.controller.sleep_verb import SleepVerb, asleep
+from rlbus.controller.sleep_verb import SleepVerb
 from rlbus.controller.succession import NO_JOURNAL, Succession
 from rlbus.controller.transfers import ROUTES, Transfers
 from rlbus.controller.update import UpdateRun
@@ -381,7 +381,7 @@ class Controller:
         record: Record | None = None
         if self._succession is not None and is_mutation:
             given = version if isinstance(request, ReloadFleet) else None
-            held = asleep(members, request.tags) if isinstance(request, SleepFleet) else admission.held(members)
+            held = admission.held(members)
             what = FORCED if isinstance(request, ResumeFleet) and request.force else None
             record = self._succession.record(request, name, members, held=held, version=given, what=what)
         self._desk.begin(op, message.reply, work, is_mutation=is_mutation, record=record)

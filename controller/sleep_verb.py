@@ -17,20 +17,19 @@ Tags = tuple[SleepTag, ...]
 DISCARDING_LEVEL = 2
 
 
-def asleep(members: Iterable[Member], tags: Tags | None) -> tuple[WorkerId, ...]:
-    """Those of `members` on which all of `tags` sleep (None: all that there are), as far as they have said."""
-    meant = frozenset(SleepTag) if tags is None else frozenset(tags)
-    return tuple(m.worker for m in members if meant.issubset(m.status.asleep))
-
-
 def to_wake(answers: Answers, before: Mapping[WorkerId, Tags], tags: Tags | None) -> dict[Tags | None, list[WorkerId]]:
     """Who has to be woken, by the tags that it had awake before: who did as told, and who may have. A worker that said
     no, or failed, is as it was by its own doing.
     """
+    return by_tags([w for w, a in answers.items() if a.outcome in (Outcome.OK, Outcome.UNKNOWN)], before, tags)
+
+
+def by_tags(
+    workers: Iterable[WorkerId], before: Mapping[WorkerId, Tags], tags: Tags | None
+) -> dict[Tags | None, list[WorkerId]]:
+    """`workers`, by the tags that a sleep of `tags` may have put to sleep on them; who slept as far before is out."""
     groups: dict[Tags | None, list[WorkerId]] = {}
-    for worker, answer in answers.items():
-        if answer.outcome not in (Outcome.OK, Outcome.UNKNOWN):
-            continue
+    for worker in workers:
         slept = before.get(worker, ())
         # Without anything that slept before, "all" is the word: the worker knows best what it has.
         mine = tags if not slept else tuple(t for t in (tuple(SleepTag) if tags is None else tags) if t not in slept)

@@ -8,6 +8,7 @@ from rlbus.bus import Bus
 from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
+from rlbus.controller.draft import view_of
 from rlbus.controller.giving_way import keeps_version
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
@@ -22,12 +23,16 @@ from rlbus.schemas import (
     HistoryView,
     JournalEntry,
     LoadLoraFleet,
+    MemberBefore,
     MutationRequest,
     OpStatus,
     Outcome,
+    ReloadFleet,
     Report,
     UnloadLoraFleet,
+    UpdateWeights,
     Version,
+    WeightsState,
     WorkerId,
     split_worker_id,
 )
@@ -38,6 +43,24 @@ SETTLE_S = 0.3
 LOOK_S = 1.0
 # The answer to whoever asks for a history that nobody keeps.
 NO_JOURNAL = fault(FaultCode.WRONG_STATE, "this controller keeps no journal: it was started with --single")
+
+
+def _before(member: Member, request: Any) -> MemberBefore:
+    weights = view_of(member.status, request)
+    version = weights.version if weights.state is WeightsState.CLEAN else None
+    return MemberBefore(boot_id=member.boot_id, version=version, asleep=member.status.asleep)
+
+
+def _may_go_back(entry: JournalEntry) -> bool:
+    """Whether it may give a version below the fleet's."""
+    return isinstance(entry.request, UpdateWeights | ReloadFleet) and entry.request.allow_rollback
+
+
+def _gave_version(entry: JournalEntry) -> bool:
+    """Whether some worker has its version from this op, by its report."""
+    if entry.report is None or entry.item.version is None or keeps_version(entry.request):
+        return False
+    return any(o.outcome is Outcome.OK for o in entry.report.outcomes)
 
 
 class Succession:
@@ -92,18 +115,25 @@ class Succession:
             self._registry.saw_epoch(entry.item.epoch or 0)
             if entry.report is not None:
                 self._desk.remember(entry.request, entry.report)
-                self._recall_version(entry, entry.report)
+        self._recall_version(entries)
         members = self._left_members().union(*(entry.members for entry in entries[-1:]))
         return tuple(sorted({split_worker_id(worker)[0] for worker in members}))
 
-    def _recall_version(self, entry: JournalEntry, report: Report) -> None:
-        """The leader before wrote down that an op ended, and died before it wrote down the version that it gave."""
+    def _recall_version(self, entries: Sequence[JournalEntry]) -> None:
+        """The leader before wrote down that an op ended, and died before it wrote down the version that it gave: the
+        newest op that gave one says which it is. What is marked may be newer, by the word of workers.
+        """
+        entry = next((e for e in reversed(entries) if _gave_version(e)), None)
+        if entry is None or entry.item.version is None:
+            return
         version, mark = entry.item.version, self.journal.mark
         known = None if mark is None else max(mark.version, mark.rolled_back_from or mark.version)
-        is_done = any(o.outcome is Outcome.OK for o in report.outcomes)
-        if version is None or not is_done or keeps_version(entry.request) or (known is not None and version <= known):
-            return
-        self._registry.restore(version, None)
+        if mark is not None and known is not None and version <= known:
+            if mark.version == version or not _may_go_back(entry):
+                return
+            self._registry.restore(version, known)
+        else:
+            self._registry.restore(version, None)
         self._catch_ups.committed(version, entry.request)
 
     async def listen(self) -> None:
@@ -136,7 +166,8 @@ class Succession:
             fleet, known = self._registry.version, self._catch_ups.snapshot
             if fleet is not None and fleet == entry.item.version and (known is None or known.version != fleet):
                 version = fleet  # somebody said that it had it, and is gone since
-            if version is not None and (fleet is None or version >= fleet) and not keeps_version(entry.request):
+            is_newest = version is not None and (fleet is None or version >= fleet or _may_go_back(entry))
+            if version is not None and is_newest and not keeps_version(entry.request):
                 self._on_committed(version, entry.request)
             return report
 
@@ -159,10 +190,11 @@ class Succession:
         what: str | None = None,
     ) -> Record:
         """What writes an op down before it begins."""
-        names, boots = tuple(m.worker for m in members), tuple(m.boot_id for m in members)
+        names = tuple(m.worker for m in members)
+        before = tuple(_before(m, request) for m in members)
         paused = tuple(sorted(held))
         return lambda: self.journal.begin(
-            request, name, names, boots=boots, held=paused, version=version, epoch=epoch, what=what
+            request, name, names, before=before, held=paused, version=version, epoch=epoch, what=what
         )
 
     def note_phase(self, state: UpdateState) -> None:

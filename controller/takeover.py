@@ -9,19 +9,21 @@ already; torn ones stay paused. Every command carries the new term, so nothing t
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import MAX_ATTEMPTS, in_attempt
 from rlbus.controller.causes import fault
 from rlbus.controller.draft import healing_of, view_of
 from rlbus.controller.giving_way import is_catch_up
+from rlbus.controller.leases import keep, renewing
 from rlbus.controller.limits import ENDING_S, RETRY_S, ending_step_until_s, limits_until
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.registry import Registry
 from rlbus.controller.report import status_of
-from rlbus.controller.sleep_verb import DISCARDING_LEVEL
+from rlbus.controller.sleep_verb import DISCARDING_LEVEL, by_tags
 from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import (
     AbortWeights,
@@ -36,6 +38,7 @@ from rlbus.schemas import (
     Outcome,
     PauseFleet,
     ReloadFleet,
+    RenewLease,
     Report,
     ResumeFleet,
     ResumeGeneration,
@@ -77,8 +80,16 @@ class TakeOver:
         # Until when things may take, in loop time; a step that begins later has a moment still (`limits`).
         self._until_s = self._loop.time() + ENDING_S
         self._num_steps = 0
+        # Of what the op has paused; a pause itself is its caller's.
+        request = entry.request
+        self._owner = request.caller if isinstance(request, PauseFleet) else derive(op.op_id, PAUSE_STEP)
         # Of the pauses that it may have begun, one per attempt.
         self._pause_ids = {self._begun_id(in_attempt(1 + n, PAUSE_STEP)) for n in range(MAX_ATTEMPTS)}
+        self._before = dict(zip(entry.members, entry.before, strict=False))
+        # Who stays paused at the end, whatever becomes of the lease: its weights are whole, and others have newer ones.
+        self._kept: list[WorkerId] = []
+        # Whether a sleep was undone.
+        self._is_taken_back = False
         # What each member says of itself; who isn't there or doesn't answer has no place in it.
         self._seen: dict[WorkerId, WorkerStatus] = {}
         self._silent: dict[WorkerId, Fault] = {}
@@ -88,11 +99,32 @@ class TakeOver:
 
         Cancel: what is being asked is dropped; the next leader finds it as it is then.
         """
-        request, item = self._entry.request, self._entry.item
+        item = self._entry.item
         _log.warning("op %s (%s) was left behind by term %d in phase %s", item.op_id, item.op, item.term, item.phase)
         self._op.enter(PHASE, total=len(self._entry.members))
-        await self._await_members()
-        await self._look()
+        async with self._renewing():
+            await self._await_members()
+            await self._look()
+            await self._settle()
+        await keep(self._line, self._op.op_id, self._owner, self._kept)
+        report = self._report()
+        is_at = any(self._is_at_version(worker) for worker in self._seen)
+        return report, item.version if is_at else None
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _renewing(self) -> AbstractAsyncContextManager[None]:
+        """As long as this runs, the leases of what the op has paused don't end."""
+
+        def holding() -> list[WorkerId]:
+            paused = [w for w, status in self._seen.items() if self._is_paused_by(status, self._owner)]
+            return [w for w in paused if w not in self._entry.held]  # a hold from before has its own lease, or none
+
+        return renewing(self._line, self._op.op_id, self._owner, holding)
+
+    async def _settle(self) -> None:
+        """What is right for this kind of op."""
+        request = self._entry.request
         match request:
             case UpdateWeights():
                 pausing = await self._settle_update(request)
@@ -105,11 +137,6 @@ class TakeOver:
                 await self._settle_pause(request)
             case SleepFleet() if request.level < DISCARDING_LEVEL:
                 await self._settle_sleep(request)
-        report = self._report()
-        is_at = any(self._is_at_version(status) for status in self._seen.values())
-        return report, item.version if is_at else None
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     async def _await_members(self) -> None:
         """Give members that weren't heard yet the time to connect again: after an outage we may be there first."""
@@ -130,8 +157,9 @@ class TakeOver:
                 member = self._registry.get(worker)
                 why = "it isn't there" if member is None else f"it is gone: {member.gone}"
                 self._silent[worker] = fault(FaultCode.WORKER_LOST, why, worker=worker)
+        answers = await self._ask("look", GetStatus(), there)
         self._seen.clear()
-        for worker, answer in (await self._ask("look", GetStatus(), there)).items():
+        for worker, answer in answers.items():
             if isinstance(answer.data, StatusData):
                 self._seen[worker] = answer.data.status
             elif answer.fault is not None:
@@ -148,7 +176,7 @@ class TakeOver:
             await self._ask("commit", body, received)
             await self._look()
         pausing = [w for w, status in self._seen.items() if status.op_id in self._pause_ids]
-        rest = [w for w, s in self._seen.items() if w not in pausing and not self._is_at_version(s)]
+        rest = [w for w in self._seen if w not in pausing and not self._is_at_version(w)]
         abort = AbortWeights(update_op_id=request.op_id, reason="its controller died")
         # A join of the old leader may still run; what is open is closed once that has ended.
         left = await self._until_free("abort", abort, rest, self._destroy)
@@ -183,29 +211,35 @@ class TakeOver:
         self._until_s = self._loop.time() + ENDING_S
 
     async def _settle_pause(self, request: PauseFleet) -> None:
-        """Everybody paused: it is done. Otherwise nobody is."""
+        """Everybody paused: it is done, for as long as was asked. Otherwise nobody is."""
         if not self._silent and all(self._is_paused_by(s, request.caller) for s in self._seen.values()):
-            return
+            body = RenewLease(owner=request.caller, lease_s=request.lease_s)
+            answers = await self._ask("keep", body, self._entry.members)
+            if all(answer.is_ok for answer in answers.values()):
+                return
         mine = [w for w, s in self._seen.items() if w not in self._entry.held and self._is_held_by_op(s, request)]
         await self._until_free("undo", ResumeGeneration(), mine)
         await self._look()
 
     async def _settle_sleep(self, request: SleepFleet) -> None:
         """Everybody asleep: it is done. Otherwise those are woken that weren't before."""
-        if not self._silent and all(_sleeps(s, request.tags) for s in self._seen.values()):
+        if not self._silent and all(self._sleeps(worker, request.tags) for worker in self._seen):
             return
-        mine = [w for w in self._seen if w not in self._entry.held]
-        await self._until_free("undo", WakeUp(tags=request.tags), mine)
+        self._is_taken_back = True
+        slept = {worker: self._slept(worker) for worker in self._seen}
+        for tags, workers in by_tags(self._seen, slept, request.tags).items():
+            await self._until_free("undo", WakeUp(tags=tags), workers)
         await self._look()
 
     async def _free(self, *, may_be_old: bool) -> None:
         """Let go whom this op paused, as far as its weights and those of the others allow it."""
-        has_new = is_catch_up(self._entry.request) or any(self._is_at_version(s) for s in self._seen.values())
+        has_new = is_catch_up(self._entry.request) or any(self._is_at_version(w) for w in self._seen)
         free: list[WorkerId] = []
         for worker, status in self._seen.items():
-            is_served = self._is_at_version(status) or not has_new or may_be_old
-            if is_served and self._view(status).state not in TORN and self._is_held_by_op(status, None):
-                free.append(worker)
+            if self._view(status).state in TORN or not self._is_held_by_op(status, None):
+                continue
+            is_served = self._is_at_version(worker) or not has_new or may_be_old
+            (free if is_served else self._kept).append(worker)
         await self._until_free("free", ResumeGeneration(), free)
         await self._look()
 
@@ -252,6 +286,18 @@ class TakeOver:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
+    def _slept(self, worker: WorkerId) -> tuple[SleepTag, ...]:
+        """What slept on it before the op."""
+        before = self._before.get(worker)
+        return () if before is None else before.asleep
+
+    def _sleeps(self, worker: WorkerId, tags: tuple[SleepTag, ...] | None) -> bool:
+        """Whether `tags` sleep on it; None: all that it has, and more than before, if that wasn't everything."""
+        asleep, slept = set(self._seen[worker].asleep), set(self._slept(worker))
+        if tags is not None:
+            return asleep.issuperset(tags)
+        return bool(asleep) and (not slept or asleep > slept or slept == set(SleepTag))
+
     def _is_there(self, worker: WorkerId) -> bool:
         member = self._registry.get(worker)
         return member is not None and member.gone is None
@@ -263,16 +309,29 @@ class TakeOver:
 
     def _is_rebooted(self, worker: WorkerId) -> bool:
         """Whether another process answers for it than the one that the op began with."""
-        boots, member = dict(zip(self._entry.members, self._entry.boots, strict=False)), self._registry.get(worker)
-        return member is not None and boots.get(worker, member.boot_id) != member.boot_id
+        before, member = self._before.get(worker), self._registry.get(worker)
+        return member is not None and before is not None and before.boot_id != member.boot_id
 
     def _has(self, worker: WorkerId, state: WeightsState) -> bool:
         status = self._seen.get(worker)
         return status is not None and self._view(status).state is state
 
-    def _is_at_version(self, status: WorkerStatus) -> bool:
-        version, weights = self._entry.item.version, self._view(status)
-        return version is not None and weights.state is WeightsState.CLEAN and weights.version == version
+    def _has_version(self, worker: WorkerId) -> bool:
+        """Whether its weights bear the version of the op."""
+        status, version = self._seen.get(worker), self._entry.item.version
+        if status is None or version is None:
+            return False
+        weights = self._view(status)
+        return weights.state is WeightsState.CLEAN and weights.version == version
+
+    def _is_at_version(self, worker: WorkerId) -> bool:
+        """Whether it has that from this op: who had the version before proves nothing by it, unless it was to be
+        committed.
+        """
+        before = self._before.get(worker)
+        is_new = before is None or before.version != self._entry.item.version
+        is_verified = self._entry.item.phase == COMMIT_PHASE and worker in self._entry.verified
+        return (is_new or is_verified) and self._has_version(worker)
 
     def _view(self, status: WorkerStatus) -> WeightsView:
         """The weights that the op is about."""
@@ -283,7 +342,7 @@ class TakeOver:
 
     def _is_held_by_op(self, status: WorkerStatus, request: PauseFleet | None) -> bool:
         """Whether this op paused it, or is about to."""
-        owner = derive(self._op.op_id, PAUSE_STEP) if request is None else request.caller
+        owner = self._owner if request is None else request.caller
         return status.op_id in self._pause_ids or self._is_paused_by(status, owner)
 
     # -- the report ---------------------------------------------------------------------------------------------------
@@ -330,13 +389,22 @@ class TakeOver:
             case UpdateWeights() | ReloadFleet():
                 return self._judge_weights(worker, status)
             case SleepFleet() as request:
-                return (Outcome.OK if _sleeps(status, request.tags) else Outcome.UNDONE), None
+                return self._judge_sleep(worker, status, request)
             case WakeFleet() as request:
                 if _sleeps_any(status, request.tags):
                     return Outcome.UNKNOWN, self._nobody_knows("it sleeps")
                 return Outcome.OK, None
             case _:
                 return Outcome.UNKNOWN, self._nobody_knows("whether it was done before the controller died isn't known")
+
+    def _judge_sleep(self, worker: WorkerId, status: WorkerStatus, request: SleepFleet) -> tuple[Outcome, Fault | None]:
+        if not self._is_taken_back:
+            return (Outcome.OK if self._sleeps(worker, request.tags) else Outcome.UNDONE), None
+        still = sorted(set(status.asleep) - set(self._slept(worker)))
+        if still:
+            message = f"its controller died; {', '.join(still)} still sleeps, and could not be woken"
+            return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message)
+        return Outcome.UNDONE, None
 
     def _judge_weights(self, worker: WorkerId, status: WorkerStatus) -> tuple[Outcome, Fault | None]:
         is_stuck = worker not in self._entry.held and self._is_held_by_op(status, None)
@@ -346,16 +414,14 @@ class TakeOver:
         if is_stuck:
             message = "its controller died; it stays paused, since others are at the new version or it is still busy"
             return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message, generation="paused")
-        if self._is_at_version(status):
+        if self._is_at_version(worker):
             return Outcome.OK, None
+        if isinstance(self._entry.request, ReloadFleet) and self._has_version(worker):
+            return Outcome.UNKNOWN, self._nobody_knows("it had this version before, and may have loaded it again")
         return Outcome.UNDONE, None
 
     def _nobody_knows(self, message: str) -> Fault:
         return fault(FaultCode.CONTROLLER_LOST, message, retryable=True)
-
-
-def _sleeps(status: WorkerStatus, tags: tuple[SleepTag, ...] | None) -> bool:
-    return bool(status.asleep) if tags is None else set(tags).issubset(status.asleep)
 
 
 def _sleeps_any(status: WorkerStatus, tags: tuple[SleepTag, ...] | None) -> bool:

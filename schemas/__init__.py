@@ -141,6 +141,7 @@ from rlbus.schemas.journal import (
     FleetMark,
     JournalEntry,
     Lease,
+    MemberBefore,
     MutationRequest,
 )
 from rlbus.schemas.lora_ops import (
@@ -285,6 +286,7 @@ __all__ = [
     "JoinedData",
     "JoinTask",
     "JournalEntry",
+    "MemberBefore",
     "Lease",
     "LeaveTask",
     "ListLoras",

@@ -15,6 +15,7 @@ from rlbus.schemas.control import (
 )
 from rlbus.schemas.ids import WorkerId
 from rlbus.schemas.lora_ops import LoadLoraFleet, UnloadLoraFleet
+from rlbus.schemas.sleeping import SleepTag
 from rlbus.schemas.snapshots import FleetSnapshot
 from rlbus.schemas.weights import Version
 
@@ -33,17 +34,27 @@ MutationRequest = (
 )
 
 
+class MemberBefore(Wire, frozen=True, kw_only=True):
+    """How a member was when an op began: its process, the version that the op is about (None: not clean, or none), and
+    what slept.
+    """
+
+    boot_id: str
+    version: Version | None = None
+    asleep: tuple[SleepTag, ...] = ()
+
+
 class JournalEntry(Wire, frozen=True, kw_only=True):
     """One op: what was asked, of whom, how far it came, and its report once it has ended.
 
-    `boots` are the members' boot ids, in the same order. `held` are members that somebody else had paused before.
+    `before` is how the members were, in the same order. `held` are members that somebody else had paused before.
     `verified` are those that have everything and the sender's checksums: whoever is named here may be committed.
     """
 
     item: HistoryItem
     request: MutationRequest
     members: tuple[WorkerId, ...]
-    boots: tuple[str, ...] = ()
+    before: tuple[MemberBefore, ...] = ()
     held: tuple[WorkerId, ...] = ()
     verified: tuple[WorkerId, ...] = ()
     report: Report | None = None

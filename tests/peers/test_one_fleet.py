@@ -96,7 +96,7 @@ class Scene:
         return {worker: generate() for worker, generate in self.generate().items()}
 
     def until_all(self, generation: str) -> None:
-        """Wait until all say so; a sidecar whose engine didn't answer in time just now says "unknown", and asks again."""
+        """Wait until all say so; a sidecar whose engine didn't answer in time says "unknown", and asks again."""
         for worker in self.workers:
             self.fleet.until(worker.rpartition("/")[2], lambda m: m["status"]["generation"] == generation)
 
