@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
-from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until
+from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until, overdue_at_s
 from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import derive_step
@@ -55,8 +55,11 @@ class Asker:
         asking = self._loop.create_task(self._fan_out(step, body, workers, is_final, on_outcome))
         stopping = self._loop.create_task(self._op.stopped.wait())
         waited = {asking} if is_final else {asking, stopping}
+        began_s = self._loop.time()
         try:
             while not asking.done() and (is_final or not stopping.done()):
+                if self._loop.time() >= overdue_at_s(self._op.ending_until_s, began_s) and stopping.done():
+                    break
                 await asyncio.wait(waited, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
                 self._op.tick()
         finally:

@@ -35,6 +35,13 @@ def ending_step_until_s(budget_until_s: float, now_s: float) -> float:
     return max(budget_until_s, now_s + ENDING_STEP_S)
 
 
+def overdue_at_s(budget_until_s: float, began_s: float) -> float:
+    """When a step that must be done is given up from outside: its own limits ended it long before, unless the op was
+    stopped meanwhile, which shortens the budget of a step that had more.
+    """
+    return ending_step_until_s(budget_until_s, began_s) + OVERTIME_S + RETRY_S
+
+
 def limits_until(until_s: float, now_s: float, *, stall_s: float | None = None, is_ending: bool = False) -> Limits:
     """Limits of a step that has until `until_s` (loop time). `is_ending`: nothing can be taken back after it, so that
     noticing a silence early is no use.

@@ -12,6 +12,7 @@ prepare -> form or reuse the group -> sender ready -> pause -> receive -> verify
 from collections.abc import Callable
 from dataclasses import replace
 
+from rlbus.controller.answers import unknown
 from rlbus.controller.attempts import may_go_without_lost, may_retry, next_attempt, note_late, probe_s, step_of
 from rlbus.controller.grouping import fits, new_plan
 from rlbus.controller.leases import LEASE_S
@@ -32,6 +33,7 @@ from rlbus.controller.update_state import (
     SenderJoined,
     SenderSent,
     Stage,
+    StepOverdue,
     StopAsked,
     Tell,
     TimeUp,
@@ -98,6 +100,8 @@ def decide(state: UpdateState, event: Event) -> Decision:
             return _on_stop(state, event)
         case TimeUp():
             return replace(state, is_out_of_time=True), ()
+        case StepOverdue():
+            return _on_overdue(state, event)
 
 
 # -- events that come at any time -------------------------------------------------------------------------------------
@@ -131,6 +135,13 @@ def _on_silent(state: UpdateState, event: WorkerSilent) -> Decision:
     if state.sender is Sender.SENDING:
         return wind_down(state)
     return _advance(replace(state, pending=state.pending - {event.worker}))
+
+
+def _on_overdue(state: UpdateState, event: StepOverdue) -> Decision:
+    if event.step != state.step or state.stage in FORWARD or not state.pending:
+        return state, ()
+    silent = {worker: unknown(event.fault) for worker in state.pending}
+    return _after(_advance(record(state, silent)), Drop(event.step))
 
 
 def _on_stop(state: UpdateState, event: StopAsked) -> Decision:

@@ -13,7 +13,7 @@ from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.attempts import STILL_S, stall_s
 from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
-from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until
+from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until, overdue_at_s
 from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
@@ -34,6 +34,7 @@ from rlbus.controller.update_state import (
     SenderJoined,
     SenderSent,
     Stage,
+    StepOverdue,
     StopAsked,
     Tell,
     TimeUp,
@@ -91,6 +92,8 @@ class UpdateRun:
         # What the trainer was last told to do, for who joins the op later and for a task that was lost.
         self._tasks: list[JoinTask | SendTask | LeaveTask] = []
         self._told_s = 0.0
+        # When the newest step of workers began, in loop time.
+        self._step_begun_s = 0.0
         # Last sign of life of the trainer since it was told something; None: none yet.
         self._sender_heard_s: float | None = None
         self._sent_bytes = 0
@@ -209,6 +212,7 @@ class UpdateRun:
     def _act(self, action: Action) -> None:
         match action:
             case Ask():
+                self._step_begun_s = self._loop.time() + action.after_s
                 if isinstance(action.body, ReceiveWeights):
                     self._stillness.begin(self._loop.time())  # also who doesn't accept holds the others up
                 self._steps[action.step] = self._loop.create_task(self._ask(action), name=f"step {action.step}")
@@ -334,12 +338,21 @@ class UpdateRun:
             self._op.stop(fault(FaultCode.DEADLINE, why, limit_s=f"{given_s:g}", phase=self.state.phase))
         if now_s >= self._op.ending_until_s and not self.state.is_out_of_time:
             self._handle(TimeUp())
+        self._check_overdue(now_s)
         self._check_stillness(now_s)
         limit_s = self._sender_limit_s()
         if limit_s is not None and now_s >= limit_s - 1e-6:
             silent_s = now_s - (self._told_s if self._sender_heard_s is None else self._sender_heard_s)
             why = f"the trainer was silent for {silent_s:.0f} s while {self.state.sender.value}"
             self._handle(SenderFailed(None, fault(FaultCode.SENDER_FAILED, why)))
+
+    def _check_overdue(self, now_s: float) -> None:
+        """A step that had the time up to the deadline, and lost it since somebody wants the op to end."""
+        step = self.state.step
+        if self._op.stop_fault is None or self.state.stage in FORWARD or step is None or not self.state.pending:
+            return
+        if now_s >= overdue_at_s(self._op.ending_until_s, self._step_begun_s):
+            self._handle(StepOverdue(step, self._op.stop_fault))
 
     def _moved(self, num_bytes: int) -> None:
         """The transfer is so far, by the trainer's or a worker's word."""

@@ -341,6 +341,14 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class StepOverdue:
+    """A step of the end has used up the time of the op, which was stopped meanwhile: whoever hasn't answered won't."""
+
+    step: str
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
 class TimeUp:
     """The time for what has to be done at the end is over, too: who is still busy is given up."""
 
@@ -356,6 +364,7 @@ Event = (
     | SenderFailed
     | StopAsked
     | TimeUp
+    | StepOverdue
 )
 
 # -- actions ----------------------------------------------------------------------------------------------------------

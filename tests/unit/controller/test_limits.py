@@ -1,6 +1,7 @@
 """However much goes wrong at the end of an op, it ends, within a time that its caller knows."""
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,8 +16,20 @@ from rlbus.controller.limits import ENDING_S, ENDING_STEP_S, OVERRUN_S, ending_s
 from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.errors import BrokenError
-from rlbus.schemas import ControllerEvent, OpEnded, Outcome, PauseFleet, Report, ResumeGeneration, worker_id
+from rlbus.schemas import (
+    ControllerEvent,
+    Generation,
+    OpEnded,
+    Outcome,
+    PauseFleet,
+    Report,
+    ResumeGeneration,
+    Version,
+    worker_id,
+)
 from rlbus.testing import LoopClock, MemoryBroker, run
+from rlbus.workers.config import AgentConfig
+from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller import scene
 from tests.unit.controller.scene import Scene, Steps, play, worker
@@ -72,19 +85,25 @@ def test_a_verb_ends_within_the_bound_when_an_engine_hangs(verb: str) -> None:
     play([worker(1, steps), worker(2)], hang)
 
 
+def op_end(s: Scene) -> asyncio.Future[float]:
+    """When the next op ends, in loop time."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[float] = loop.create_future()
+
+    def hear(event: ControllerEvent, _: Message) -> None:
+        if isinstance(event, OpEnded) and not ended.done():
+            ended.set_result(loop.time())
+
+    s.spy(subjects.controller_events("test"), ControllerEvent, hear)
+    return ended
+
+
 def test_an_op_that_was_taken_back_doesn_t_wait_for_its_deadline() -> None:
     """What has to be done at its end has its time from then on, and not from a deadline that is minutes away."""
     steps: Steps = {"receive_weights": {1: Step(hangs=True)}, "abort_update": HANGS, "resume": HANGS}
 
     async def taken_back(s: Scene) -> None:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[float] = loop.create_future()
-
-        def hear(event: ControllerEvent, _: Message) -> None:
-            if isinstance(event, OpEnded):
-                ended.set_result(loop.time())
-
-        s.spy(subjects.controller_events("test"), ControllerEvent, hear)
+        loop, ended = asyncio.get_running_loop(), op_end(s)
         update = asyncio.create_task(s.update(7, deadline_s=600.0))
         await asyncio.sleep(5.0)
         update.cancel()
@@ -93,6 +112,40 @@ def test_an_op_that_was_taken_back_doesn_t_wait_for_its_deadline() -> None:
         assert await ended - stopped_s < OVERRUN_S
 
     play([worker(1, steps), worker(2)], taken_back)
+
+
+@pytest.mark.parametrize("verb", ["finish_update", "flush_cache", "resume"])
+def test_an_update_that_is_taken_back_while_it_is_completed_doesn_t_wait_for_its_deadline(verb: str) -> None:
+    """One engine hangs there, with minutes left; the other one, which has the new version, generates."""
+
+    async def taken_back(s: Scene) -> None:
+        loop, ended = asyncio.get_running_loop(), op_end(s)
+        update = asyncio.create_task(s.update(7, deadline_s=600.0))
+        await asyncio.sleep(5.0)
+        update.cancel()
+        await asyncio.wait({update})
+        stopped_s = loop.time()
+        assert await ended - stopped_s < OVERRUN_S
+        assert (await s.generations())[1] is Generation.RUNNING
+
+    play([worker(1, {verb: HANGS}), worker(2)], taken_back)
+
+
+def test_a_reload_that_is_taken_back_while_it_ends_doesn_t_wait_for_its_deadline(tmp_path: Path) -> None:
+    """As an update."""
+    FakeEngine().save(tmp_path, Version(step=7))
+
+    async def taken_back(s: Scene) -> None:
+        loop, ended = asyncio.get_running_loop(), op_end(s)
+        reload = asyncio.create_task(s.fleet.client.reload(str(tmp_path), version=Version(step=7), deadline_s=600.0))
+        await asyncio.sleep(5.0)
+        reload.cancel()
+        await asyncio.wait({reload})
+        stopped_s = loop.time()
+        assert await ended - stopped_s < OVERRUN_S
+
+    config = AgentConfig(weight_roots=(str(tmp_path),))
+    play([worker(1, {"flush_cache": HANGS}, config=config), worker(2, config=config)], taken_back)
 
 
 def test_an_update_that_failed_early_doesn_t_wait_for_its_deadline() -> None:
