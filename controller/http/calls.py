@@ -13,7 +13,7 @@ from rlbus.client import FleetClient
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import OP_ID, VERSION, BadRequestError, error_of
 from rlbus.controller.http.shared import SharedOps
-from rlbus.errors import RLBusError
+from rlbus.errors import DeadlineError, RLBusError, UnansweredError
 from rlbus.schemas import Report, Target
 
 MAX_LIMIT_S = 86_400.0
@@ -45,7 +45,8 @@ class Calls:
         Whoever asks for the same `what` while it runs joins it; None: nobody does, since doing it twice isn't the same
         as once (requests and cache entries that came in between). `limit_s` counts unless the caller says otherwise.
 
-        Raises: BadRequestError. What the verbs of `FleetClient` raise.
+        Raises: BadRequestError. What the verbs of `FleetClient` raise; UnansweredError, which a repeat may help, only if
+            the caller has named the op.
         Cancel: it goes on for `shared.GRACE_S`.
         """
         caller = reading.caller_of(request)
@@ -67,6 +68,11 @@ class Calls:
             if not joined.done():
                 raise BadRequestError("the client went away", None, HTTPStatus.REQUEST_TIMEOUT)
             return joined.result()
+        except UnansweredError as exc:
+            if given is not None:  # the same again joins what may have been begun
+                raise
+            problem = f"{exc.problem}; send {reading.OP_ID_HEADER} to be able to ask again"
+            raise DeadlineError(exc.operation, exc.limit_s, problem) from exc
         finally:
             for task in (joined, gone):
                 task.cancel()
