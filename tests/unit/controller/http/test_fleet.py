@@ -434,8 +434,11 @@ def test_while_nobody_leads_questions_and_named_ops_may_be_asked_again() -> None
                 ("GET", "/v1/rl/workers", {}, (503, "1")),
                 ("POST", "/pause", {"x-rlbus-op-id": "mine"}, (503, "1")),
                 ("POST", "/pause", {}, (504, None)),
+                ("POST", "/v1/load_lora_adapter", {}, (503, "1")),  # which first asks who is there
+                ("POST", "/load_lora_adapter", {}, (500, "1")),  # after which prime-rl asks again
             ):
-                answer = await alone.request(method, path, headers=headers)
+                body = {"lora_name": "policy", "lora_path": "/x"} if "lora" in path else None
+                answer = await alone.request(method, path, headers=headers, json=body)
                 assert (answer.status_code, answer.headers.get("retry-after")) == expected, answer.text
                 assert "doesn't answer" in answer.text
 
