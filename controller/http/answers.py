@@ -12,7 +12,16 @@ from starlette.responses import JSONResponse
 
 from rlbus._vllm_words import RETRY_AFTER_S, error_body
 from rlbus.adapter import AdapterError
-from rlbus.errors import BrokenError, ConfigError, DeadlineError, FaultError, PartialError, RLBusError
+from rlbus.errors import (
+    BrokenError,
+    ConfigError,
+    DeadlineError,
+    FaultError,
+    PartialError,
+    PayloadTooLargeError,
+    RLBusError,
+    UnansweredError,
+)
 from rlbus.schemas import Fault, FaultCode, Outcome, Report
 
 # Response headers: which op it was, and the version that it gave the fleet.
@@ -109,8 +118,12 @@ def status_of(exc: RLBusError) -> HTTPStatus:
             return _status_of_report(exc.report)
         case FaultError():
             return STATUS_OF.get(exc.fault.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+        case UnansweredError():
+            return HTTPStatus.SERVICE_UNAVAILABLE  # whoever leads next answers
         case DeadlineError():
             return HTTPStatus.GATEWAY_TIMEOUT
+        case PayloadTooLargeError():
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         case BrokenError():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case ConfigError():

@@ -1,6 +1,7 @@
 """The HTTP side of a controller process, put together: discovery, health, models, and the verbs, behind the guard.
 
-It asks whoever leads over the bus, so a controller that stands by answers as the leader does; while nobody leads, 503.
+It asks whoever leads over the bus, so a controller that stands by answers as the leader does. While nobody leads, a
+request waits for whoever leads next.
 """
 
 import contextlib

@@ -13,9 +13,11 @@ from rlbus.client import FleetClient
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import OP_ID, VERSION, BadRequestError, error_of
 from rlbus.controller.http.shared import SharedOps
-from rlbus.errors import RLBusError
-from rlbus.schemas import Report, Target
+from rlbus.errors import DeadlineError, RLBusError, UnansweredError
+from rlbus.schemas import GetFleet, Report, Target
 
+# The name of what `FleetClient.status` asks, and some verbs do before they begin.
+QUESTION = str(GetFleet.__struct_config__.tag)
 MAX_LIMIT_S = 86_400.0
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -45,7 +47,8 @@ class Calls:
         Whoever asks for the same `what` while it runs joins it; None: nobody does, since doing it twice isn't the same
         as once (requests and cache entries that came in between). `limit_s` counts unless the caller says otherwise.
 
-        Raises: BadRequestError. What the verbs of `FleetClient` raise.
+        Raises: BadRequestError. What the verbs of `FleetClient` raise; UnansweredError (ask again) only of an op that
+            the caller has named, or that wasn't begun.
         Cancel: it goes on for `shared.GRACE_S`.
         """
         caller = reading.caller_of(request)
@@ -67,6 +70,12 @@ class Calls:
             if not joined.done():
                 raise BadRequestError("the client went away", None, HTTPStatus.REQUEST_TIMEOUT)
             return joined.result()
+        except UnansweredError as exc:
+            # The same again joins what may have been begun; or only a question was asked until then.
+            if given is not None or exc.operation == QUESTION:
+                raise
+            problem = f"{exc.problem}; send {reading.OP_ID_HEADER} to be able to ask again"
+            raise DeadlineError(exc.operation, exc.limit_s, problem) from exc
         finally:
             for task in (joined, gone):
                 task.cancel()

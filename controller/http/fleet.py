@@ -106,8 +106,10 @@ class FleetRoutes:
         body = await reading.read_body(request, AbortBody)
         ids = tuple(body.request_ids) if body.request_ids else None
         report = await self._calls.run(request, ABORT_S, None, lambda fleet, **op: fleet.abort(request_ids=ids, **op))
-        counts = [o.data.num_aborted for o in report.outcomes if isinstance(o.data, AbortedData)]
-        return done({"status": "aborted", "aborted": sum(counts)}, report)
+        # Those that end at their first token are aborted, too; an engine may not count.
+        told = [o.data for o in report.outcomes if isinstance(o.data, AbortedData)]
+        num = sum((data.num_aborted or 0) + data.num_deferred for data in told)
+        return done({"status": "aborted", "aborted": num}, report)
 
     async def _flush(self, request: Request) -> Response:
         query = request.query_params

@@ -120,9 +120,11 @@ class Output:
         for text in aligned([head, *rows]):
             self.line(text)
 
-    def error(self, error: BaseException) -> ExitCode:
-        """Write what went wrong: one line on stderr, with `--json` also the document. Returns how to end."""
-        code = exit_code_of_error(error)
+    def error(self, error: BaseException, code: ExitCode | None = None) -> ExitCode:
+        """Write what went wrong: one line on stderr, with `--json` also the document. Returns how to end: as the error
+        says, or with `code`.
+        """
+        code = exit_code_of_error(error) if code is None else code
         text = interruption(error) if code is ExitCode.INTERRUPTED else one_line(error)
         if self.is_json and not self.has_document:
             named = error.code.value if isinstance(error, FaultError) else type(error).__name__

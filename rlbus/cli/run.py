@@ -186,9 +186,18 @@ def demo(
 
     Rollouts come from the engines, weights reach them through rlbus, and every step is checked.
     """
-    from rlbus.demo.run import main
+    out = Output(json)
 
-    raise typer.Exit(main(engine=engine, workers=workers, updates=updates, as_json=json))
+    async def work() -> ExitCode:
+        from rlbus.demo.run import main
+
+        try:
+            return ExitCode(await main(engine=engine, workers=workers, updates=updates, as_json=json))
+        except BrokenError as exc:
+            # A piece of its own failed: "nothing there" would send the user looking for a server.
+            return out.error(exc, ExitCode.FAILED)
+
+    run_command(out, work)
 
 
 NoRestart = Annotated[

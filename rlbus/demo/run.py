@@ -34,18 +34,16 @@ DEADLINE_S = 900.0
 TICK_S = 5.0
 
 
-def main(*, engine: str, workers: int, updates: int, as_json: bool) -> int:
+async def main(*, engine: str, workers: int, updates: int, as_json: bool) -> int:
     """Run the demo. Prints the summary as one line of JSON, last on stdout; the table goes to stderr with `as_json`.
 
-    Returns 0, or 1 when something failed or one of the demo's promises doesn't hold.
+    Returns 0, or 1 when one of the demo's promises doesn't hold.
+    Raises: ConfigError: options that can't be. BrokenError, DeadlineError: something failed.
+    Cancel: everything is taken down.
     """
     console = Console(stderr=as_json)
-    try:
-        _check(engine, workers, updates)
-        summary = asyncio.run(_run(console, engine, workers, updates))
-    except RLBusError as exc:
-        Console(stderr=True).print(f"rlbus demo: {exc}", style="bold red", highlight=False, soft_wrap=True)
-        return 1
+    _check(engine, workers, updates)
+    summary = await _run(console, engine, workers, updates)
     for problem in summary.problems:
         Console(stderr=True).print(f"rlbus demo: {problem}", style="bold red", highlight=False)
     print(json.dumps(msgspec.to_builtins(summary)), flush=True)

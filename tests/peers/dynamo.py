@@ -92,7 +92,7 @@ def is_there() -> bool:
 
 
 def fetch() -> None:
-    """Make the venv, unless it is there: minutes, and 4 GB."""
+    """Make the venv, unless it is there: minutes, and 4.7 GB."""
     if is_there():
         return
     VENV.parent.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from rlbus import subjects
 from rlbus._conversation import Patience, _Wait, ask, converse, op_name, take_back
 from rlbus._transport import Message
 from rlbus.bus import DEFAULT_MAX_QUEUED, Bus
-from rlbus.errors import BrokenError, BusyError, DeadlineError, RLBusError
+from rlbus.errors import BrokenError, BusyError, DeadlineError, RLBusError, UnansweredError
 from rlbus.schemas import (
     CancelOp,
     ControlRequest,
@@ -42,9 +42,9 @@ REPORT = Report(op_id="o", op="pause", status=OpStatus.OK, outcomes=(), phases_s
         (True, None, NOBODY, 50.0, None),  # whoever waits for the controller goes on
         (True, None, NOBODY, 100.0, BrokenError),  # until the deadline
         (False, None, SILENCE, 14.9, None),
-        (False, None, SILENCE, 15.0, DeadlineError),  # no first answer
+        (False, None, SILENCE, 15.0, UnansweredError),  # no first answer
         (True, None, SILENCE, 99.0, None),
-        (True, None, SILENCE, 100.0, DeadlineError),
+        (True, None, SILENCE, 100.0, UnansweredError),
         (False, 10.0, SILENCE, 39.9, None),
         (False, 10.0, NOBODY, 39.9, None),  # a controller that was heard may be restarting
         (False, 10.0, NOBODY, 40.0, BrokenError),  # lost

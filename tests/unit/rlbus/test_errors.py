@@ -47,6 +47,7 @@ EXAMPLES: list[tuple[errors.RLBusError, str]] = [
     (errors.BrokenError("q", "nobody listens"), "q: nobody listens"),
     (errors.DeadlineError("pause", 2.5), "pause did not end within 2.5 s"),
     (errors.DeadlineError("pause", 2.0, "decode/1 missing"), "pause did not end within 2 s: decode/1 missing"),
+    (errors.UnansweredError("pause", 15.0, "silence"), "pause did not end within 15 s: silence"),
     (errors.PayloadTooLargeError("Command", 11, 10), "Command has 11 bytes, the limit is 10"),
     (errors.DecodeError("s", "Command", "no body"), "message on s is no Command: no body"),
     (errors.TransferError("join", "timed out"), "join: timed out"),

@@ -7,10 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
+from rlbus import subjects
 from rlbus.controller.http import shared
 from rlbus.controller.http.fleet import DEFAULT_LEASE_S
 from rlbus.controller.http.reading import MAX_BODY_BYTES
 from rlbus.schemas import (
+    AbortedData,
     AbortRequest,
     FaultCode,
     FlushCache,
@@ -237,6 +239,25 @@ def test_abort_ends_the_named_or_all_and_counts() -> None:
     over_http([worker(1), worker(2)], check)
 
 
+def test_engines_that_do_not_count_add_nothing_to_those_aborted() -> None:
+    """Beside one that ended two and will end a third at its first token."""
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        async def uncounted(_: object) -> None:
+            return None
+
+        async def counted(_: object) -> AbortedData:
+            return AbortedData(num_aborted=2, num_deferred=1)
+
+        one, two = (rig.engine for rig in scene.fleet.workers)
+        one.abort = uncounted  # type: ignore[method-assign, assignment]
+        two.abort_counted = counted  # type: ignore[attr-defined]
+        answer = await client.post("/abort_requests")
+        assert (answer.status_code, answer.json()) == (200, {"status": "aborted", "aborted": 3})
+
+    over_http([worker(1), worker(2)], check)
+
+
 def test_a_cache_that_cannot_be_emptied_is_no_success() -> None:
     """SCENARIOS 14: vLLM says so with 200 and `success`."""
 
@@ -396,5 +417,29 @@ def test_without_a_controller_everything_is_503() -> None:
                 status, message = code_of(answer)
                 assert (status, answer.headers["retry-after"]) == (503, "1")
                 assert "rlbus controller" in message
+
+    over_http([worker(1)], check)
+
+
+def test_while_nobody_leads_questions_and_named_ops_may_be_asked_again() -> None:
+    """A standby listens and says nothing. Of an op without a name nobody can tell whether it was begun unheard."""
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        broker = type(scene.fleet.broker)()
+        broker.connect().subscribe(subjects.all_control("test"), lambda _: None)
+        async with http_side(broker) as alone:
+            for method, path, headers, expected in (
+                ("GET", "/is_paused", {}, (503, "1")),
+                ("GET", "/v1/models", {}, (503, "1")),
+                ("GET", "/v1/rl/workers", {}, (503, "1")),
+                ("POST", "/pause", {"x-rlbus-op-id": "mine"}, (503, "1")),
+                ("POST", "/pause", {}, (504, None)),
+                ("POST", "/v1/load_lora_adapter", {}, (503, "1")),  # which first asks who is there
+                ("POST", "/load_lora_adapter", {}, (500, "1")),  # after which prime-rl asks again
+            ):
+                body = {"lora_name": "policy", "lora_path": "/x"} if "lora" in path else None
+                answer = await alone.request(method, path, headers=headers, json=body)
+                assert (answer.status_code, answer.headers.get("retry-after")) == expected, answer.text
+                assert "doesn't answer" in answer.text
 
     over_http([worker(1)], check)

@@ -102,3 +102,20 @@ def test_a_wrong_body_is_named_and_changes_nothing(path: str, body: Any, status:
         assert [r.engine.native_info for r in scene.fleet.workers] == [None] * 2
 
     over_http([worker(1), worker(2, world_size=2)], check)
+
+
+def test_what_does_not_fit_into_one_message_is_too_large() -> None:
+    """Its quotes are escaped on the way, so that a body below its own limit may not fit; no retry helps, and nothing
+    is begun.
+    """
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        await post(client, "/init_weight_transfer_engine", INIT)
+        num_sent = len(scene.commands)
+        answer = await client.post("/update_weights", json={"update_info": {"names": ["x" * 20] * 39_000}})
+        status, message = code_of(answer)
+        assert status == 413
+        assert "1000000" in message
+        assert len(scene.commands) == num_sent
+
+    over_http([worker(1), worker(2, world_size=2)], check)
