@@ -26,12 +26,16 @@ KEPT_S = 86_400.0
 
 
 @contextlib.asynccontextmanager
-async def renewing(line: Line, op_id: str, owner: str, paused: Callable[[], Sequence[WorkerId]]) -> AsyncIterator[None]:
+async def renewing(
+    line: Line, op_id: str, owner: str, paused: Callable[[], Sequence[WorkerId]], *, lease_s: float = LEASE_S
+) -> AsyncIterator[None]:
     """Renew, every RENEW_S, the leases of `owner` on whoever is in `paused()` then, until the context ends.
 
     Cancel: the renewal in progress is dropped; what was sent counts.
     """
-    task = asyncio.get_running_loop().create_task(_renew(line, op_id, owner, paused), name=f"leases of {op_id}")
+    task = asyncio.get_running_loop().create_task(
+        _renew(line, op_id, owner, paused, lease_s), name=f"leases of {op_id}"
+    )
     try:
         yield
     finally:
@@ -50,7 +54,7 @@ async def keep(line: Line, op_id: str, owner: str, workers: Sequence[WorkerId]) 
         await _ask(line, op_id, RenewLease(owner=owner, lease_s=KEPT_S), workers, "keep")
 
 
-async def _renew(line: Line, op_id: str, owner: str, paused: Callable[[], Sequence[WorkerId]]) -> None:
+async def _renew(line: Line, op_id: str, owner: str, paused: Callable[[], Sequence[WorkerId]], lease_s: float) -> None:
     loop = asyncio.get_running_loop()
     number, next_s = 0, loop.time()
     while True:
@@ -60,7 +64,7 @@ async def _renew(line: Line, op_id: str, owner: str, paused: Callable[[], Sequen
         if not workers:
             continue
         number += 1
-        await _ask(line, op_id, RenewLease(owner=owner, lease_s=LEASE_S), workers, f"renew-{number}")
+        await _ask(line, op_id, RenewLease(owner=owner, lease_s=lease_s), workers, f"renew-{number}")
 
 
 async def _ask(line: Line, op_id: str, body: RenewLease, workers: Sequence[WorkerId], step: str) -> None:

@@ -61,6 +61,11 @@ class Audience:
         self._replies.append(reply)
         del self._replies[:-MAX_AUDIENCE]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits."""
+        return not self._replies
+
     def tell(self, message: Wire) -> None:
         """Send to everybody."""
         for reply in self._replies:

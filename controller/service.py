@@ -445,17 +445,18 @@ class Controller:
             self._refuse(message, request.op_id, problem)
             return
         name = ROUTES[request.step]
-        op = Op(self._bus, self.namespace, request, name)
+        op, version = Op(self._bus, self.namespace, request, name), self._transfers.version(request)
 
         async def work(_: Running) -> Report:
-            report, version = await self._transfers.run(op, request, members)
-            if version is not None:
-                self._committed(version, request)
+            report, committed = await self._transfers.run(op, request, members, version)
+            if committed is not None:
+                self._committed(committed, request)
             return report
 
         record: Record | None = None
         if self._succession is not None:
-            record = self._succession.record(request, name, members, held=admission.held(members))
+            held = admission.held(members)
+            record = self._succession.record(request, name, members, held=held, version=version)
         self._desk.begin(op, message.reply, work, is_mutation=True, record=record)
 
     def _committed(self, version: Version, request: MutationRequest, sums: Sequence[TensorSum] = ()) -> None:

@@ -15,6 +15,7 @@ from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.takeover import COMMIT_PHASE, TakeOver
+from rlbus.controller.transfer_takeover import TransferTakeOver
 from rlbus.controller.update_state import Stage, UpdateState
 from rlbus.schemas import (
     Fault,
@@ -29,6 +30,7 @@ from rlbus.schemas import (
     Outcome,
     ReloadFleet,
     Report,
+    TransferFleet,
     UnloadLoraFleet,
     UpdateWeights,
     Version,
@@ -162,7 +164,8 @@ class Succession:
                 async with one_at_a_time:
                     return await self.settle_lora(op, entry)
             async with one_at_a_time:
-                report, version = await TakeOver(op, self._line, self._registry, entry).run()
+                taker = TransferTakeOver if isinstance(entry.request, TransferFleet) else TakeOver
+                report, version = await taker(op, self._line, self._registry, entry).run()
             fleet, known = self._registry.version, self._catch_ups.snapshot
             if fleet is not None and fleet == entry.item.version and (known is None or known.version != fleet):
                 version = fleet  # somebody said that it had it, and is gone since

@@ -9,11 +9,13 @@ dies leaves nobody paused.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from rlbus.controller import admission
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
+from rlbus.controller.leases import renewing
 from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive_step
@@ -81,16 +83,21 @@ class Transfers:
                 return self._changed(request, members)
             case TransferStep.FINISH:
                 version = self.version(request)
+                assert version is not None
                 return admission.check_version(self._registry, members, version, allow_rollback=False)
             case _:
                 return None
 
-    def version(self, request: TransferFleet) -> Version:
-        """What a finish makes the fleet's version: what it says, else the next step."""
+    def version(self, request: TransferFleet) -> Version | None:
+        """What a finish makes the fleet's version: what it says, else the next step. None: another step makes none."""
+        if request.step is not TransferStep.FINISH:
+            return None
         return admission.next_version(self._registry) if request.version is None else request.version
 
-    async def run(self, op: Op, request: TransferFleet, members: Sequence[Member]) -> tuple[Report, Version | None]:
-        """Take the step; the report, and the version that somebody is at because of it.
+    async def run(
+        self, op: Op, request: TransferFleet, members: Sequence[Member], version: Version | None
+    ) -> tuple[Report, Version | None]:
+        """Take the step, a finish to `version`; the report, and the version that somebody is at because of it.
 
         Cancel: workers go on with what they were sent; `Op.stop` is the way to take it back.
         """
@@ -111,7 +118,7 @@ class Transfers:
                 if verb.has_left:
                     self._boots = None
             case TransferStep.FINISH:
-                version = self.version(request)
+                assert version is not None
                 report, is_done = await verb.finish(request, version)
                 return report, version if is_done else None
             case TransferStep.SHUTDOWN:
@@ -220,6 +227,10 @@ class TransferVerb(FleetVerb):
 
     async def start(self, request: TransferFleet) -> Report:
         """Pause whoever runs, and open the update; where that fails on one, everybody goes back."""
+        async with self._renewing(request):
+            return await self._start(request)
+
+    async def _start(self, request: TransferFleet) -> Report:
         owner = owner_of(request)
         running = [m.worker for m in self._members if not _is_held_by_another(m, owner)]
         pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, owner=owner, lease_s=HOLD_S)
@@ -231,19 +242,23 @@ class TransferVerb(FleetVerb):
         if self._is_over():
             opened = [w for w, answer in answers.items() if answer.is_ok]
             op_id = derive_step(self._op.op_id, self._line.term, "start")
-            await self._ask(
-                "undo", "close", AbortWeights(update_op_id=op_id, reason="others failed"), opened, is_final=True
-            )
+            abort = AbortWeights(update_op_id=op_id, reason="others failed")
+            await self._asker.until_free("undo", "close", abort, opened)
             self._book.undone(opened, "start")
             self._note_undo(await self._resume("undo", running))
         return self._report()
 
     async def update(self, request: TransferFleet, bodies: Bodies) -> Report:
         """Everybody receives. Where one fails the group is left on all: those that had received are torn."""
-        answers = await self._race("update", bodies)
+        async with self._renewing(request):
+            answers = await self._race("update", bodies)
         self._book.note("update", answers)
         await self._leave_unless_well("update", answers)
         owned = self._owned(request)
+        if self.has_left and self._op.stopped.is_set():
+            # Whoever asked for it is gone, or wants it back: nobody stands still for that.
+            await self._free_whole(owned)
+            return self._report()
         await self._ask("update", "keep", RenewLease(owner=owner_of(request), lease_s=HOLD_S), owned, is_final=True)
         return self._report()
 
@@ -263,11 +278,14 @@ class TransferVerb(FleetVerb):
         owned = self._owned(request)
         answers = await self._ask("shutdown", "shutdown", ShutdownTransfer(), self._workers, is_final=True)
         self._book.note("shutdown", answers)
-        freed = await self._resume("resume", [w for w in owned if answers[w].is_ok])
+        await self._free_whole([w for w in owned if answers[w].is_ok])
+        return self._report()
+
+    async def _free_whole(self, workers: Sequence[WorkerId]) -> None:
+        freed = await self._resume("resume", workers)
         # Torn weights refuse, which is what they have to: the next update heals them.
         refused = {w: a for w, a in freed.items() if a.fault is not None and a.fault.code is not FaultCode.DIRTY}
         self._book.note("resume", refused, is_changed=True)
-        return self._report()
 
     async def _race(self, phase: str, bodies: Bodies) -> dict[WorkerId, StepAnswer]:
         """Each worker its own body; the answers up to the first that isn't ok, since the others then wait in vain."""
@@ -302,7 +320,7 @@ class TransferVerb(FleetVerb):
         if is_well or len(refused) == len(self._workers):
             return
         self.has_left = True
-        left = await self._ask("undo", "leave", ShutdownTransfer(), self._workers, is_final=True)
+        left = await self._asker.until_free("undo", "leave", ShutdownTransfer(), self._workers)
         for worker in self._workers:
             before = answers.get(worker)
             if before is not None and not before.is_ok:
@@ -313,6 +331,11 @@ class TransferVerb(FleetVerb):
             self._book.outcomes[worker] = WorkerOutcome(
                 worker=worker, outcome=outcome, phase=phase, fault=None if outcome is Outcome.UNDONE else why
             )
+
+    def _renewing(self, request: TransferFleet) -> AbstractAsyncContextManager[None]:
+        """A step may take longer than a lease holds, and its trainer is there as long as it runs."""
+        owner = owner_of(request)
+        return renewing(self._line, self._op.op_id, owner, lambda: self._owned(request), lease_s=HOLD_S)
 
     def _owned(self, request: TransferFleet) -> list[WorkerId]:
         """Those that stand still in the trainer's name, now."""

@@ -44,9 +44,9 @@ class WithNative:
 
     async def shutdown_native(self) -> None:
         """See `NativeEngine`."""
-        self._note("shutdown_native")
         self.native_info, self.is_native_open = None, False
         self._released.set()
+        await self._play("shutdown_native")
 
     async def start_native(self) -> None:
         """See `NativeEngine`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlbus.controller.limits import ENDING_S
 from rlbus.controller.registry import Member
 from rlbus.controller.testing import announcement
 from rlbus.controller.transfers import HOLD_S, bodies_of
@@ -238,6 +239,61 @@ def test_a_trainer_that_dies_leaves_nobody_paused() -> None:
     play([worker(1), worker(2)], scenario)
 
 
+def test_a_transfer_that_takes_longer_than_the_lease_is_still_its_trainers() -> None:
+    """Its op lives, so the fleet stands still for it: nobody's lease ends in the middle of what comes."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT)
+        await take(scene, "start")
+        assert await take(scene, "update", {"step": 1}, deadline_s=1800.0) == {"1": "ok", "2": "ok"}
+        assert await take(scene, "finish") == {"1": "ok", "2": "ok"}
+        assert await states(scene) == [(WeightsState.CLEAN, V1)] * 2
+
+    slow = {"update_native": {1: Step(latency_s=HOLD_S + 60.0)}}
+    play([worker(1, slow), worker(2)], scenario)
+
+
+def test_a_pause_that_takes_longer_than_the_lease_keeps_the_others_paused() -> None:
+    """A wait for long answers on one worker is no reason for another to go on."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT)
+        assert await take(scene, "start", deadline_s=1800.0) == {"1": "ok", "2": "ok"}
+        assert await scene.generations() == [PAUSED] * 2
+        assert await take(scene, "update", {"step": 1}) == {"1": "ok", "2": "ok"}
+
+    play([worker(1, {"pause": {1: Step(latency_s=HOLD_S + 60.0)}}), worker(2)], scenario)
+
+
+def test_taking_back_a_step_takes_no_longer_because_its_deadline_is_far() -> None:
+    """An engine that hangs when it is told to leave holds the report up for the budget of an end, and no more."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT)
+        await take(scene, "start")
+        began_s = asyncio.get_running_loop().time()
+        assert await take(scene, "update", {"step": 1}, deadline_s=600.0) == {"1": "failed", "2": "failed"}
+        assert asyncio.get_running_loop().time() - began_s < ENDING_S + 20.0
+
+    script = {"update_native": {1: failing(after_parts=1)}, "shutdown_native": {1: Step(hangs=True)}}
+    play([worker(1, script), worker(2, {"update_native": {1: Step(latency_s=500.0)}})], scenario)
+
+
+def test_undoing_a_start_takes_no_longer_because_its_deadline_is_far() -> None:
+    """As for an update: an abort that hangs on one worker doesn't keep the others for the rest of the deadline."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT | {"world_size": 4})
+        began_s = asyncio.get_running_loop().time()
+        found = await take(scene, "start", deadline_s=600.0)
+        assert asyncio.get_running_loop().time() - began_s < ENDING_S + 20.0
+        assert found["2"] == "failed"
+        assert (await scene.generations())[2] is RUNNING
+
+    stuck = {"abort_update": {1: Step(hangs=True, clings_s=300.0)}}
+    play([worker(1, stuck), worker(2, {"start_native": {1: failing()}}), worker(3)], scenario)
+
+
 def test_who_is_held_by_somebody_stays_so() -> None:
     """A person's hold outlives the update."""
 
@@ -302,6 +358,24 @@ def test_a_cancelled_update_leaves_the_collective() -> None:
 
     hung = {"update_native": {1: Step(hangs=True)}}
     play([worker(1, hung), worker(2, hung)], scenario)
+
+
+def test_an_update_that_its_trainer_takes_back_leaves_nobody_whole_paused() -> None:
+    """Whoever had a byte of it is torn and stays so; the others don't stand still for a trainer that is gone."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT)
+        await take(scene, "start")
+        running = asyncio.ensure_future(take(scene, "update", {"step": 1}))
+        await asyncio.sleep(1)
+        running.cancel()
+        await asyncio.wait({running})
+        await asyncio.sleep(30)
+        assert [state for state, _ in await states(scene)] == [WeightsState.CLEAN, WeightsState.DIRTY]
+        assert await scene.generations() == [RUNNING, PAUSED]
+
+    untouched = {"update_native": {1: Step(hangs=True, after_parts=0, claims_touched=False)}}
+    play([worker(1, untouched), worker(2, {"update_native": {1: Step(hangs=True, after_parts=1)}})], scenario)
 
 
 def test_an_engine_without_it_is_named_and_nothing_is_begun() -> None:
