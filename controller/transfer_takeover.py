@@ -85,7 +85,7 @@ class TransferTakeOver(TakeOver):
                 await self._leave()
                 await self._let_go(self._seen)
         report = self._report()
-        is_at = any(self._is_at_version(status) for status in self._seen.values())
+        is_at = any(self._is_at_version(worker) for worker in self._seen)
         return report, item.version if is_at else None
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ class TransferTakeOver(TakeOver):
         if version is None:
             return  # by an older release, which didn't write it down: nobody can say which weights are meant
         await self._await_idle()
-        rest = [w for w, s in self._seen.items() if not self._is_at_version(s) and not self._is_rebooted(w)]
+        rest = [w for w in self._seen if not self._is_at_version(w) and not self._is_rebooted(w)]
         self._note(await self._asker.ask(PHASE, "finish", FinishUpdate(version=version), rest, is_final=True))
         await self._look()
-        await self._let_go(w for w, status in self._seen.items() if self._is_at_version(status))
+        await self._let_go(w for w in self._seen if self._is_at_version(w))
 
     async def _leave(self) -> None:
         """Nobody stays in the group, or in a collective without others; an open update is given up."""
@@ -219,7 +219,7 @@ class TransferTakeOver(TakeOver):
             return Outcome.FAILED, why or self._lost(message, generation="paused")
         match self._request.step:
             case TransferStep.FINISH:
-                if self._is_at_version(status):
+                if self._is_at_version(worker):
                     return Outcome.OK, None
                 return Outcome.FAILED, why or self._lost("its controller died; it isn't at the new version")
             case TransferStep.SHUTDOWN:
