@@ -11,7 +11,7 @@ from rlbus.controller.desk import Desk, Record, Running
 from rlbus.controller.frontend import Frontend
 from rlbus.controller.leases import LEASE_S
 from rlbus.controller.line import Line
-from rlbus.controller.lora_book import LoraBook, fleet_lora, revisions_on
+from rlbus.controller.lora_book import LoraBook, fleet_lora, gone_for, revisions_on
 from rlbus.controller.lora_run import LoadRun, UnloadRun, evicted
 from rlbus.controller.lora_state import LoadPlan, LoadState
 from rlbus.controller.lora_unload import UnloadPlan
@@ -26,6 +26,7 @@ from rlbus.schemas import (
     FaultCode,
     FleetLora,
     LoadLoraFleet,
+    LorasData,
     LoraSource,
     ObjectSource,
     Report,
@@ -171,10 +172,15 @@ class Loras:
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
-    def settled(self, lora: FleetLora) -> None:
-        """A load that a leader before us had begun turned out to be done everywhere."""
+    def settled(self, request: LoadLoraFleet, lora: FleetLora, lists: Sequence[LorasData]) -> tuple[str, ...]:
+        """A load that a leader before us had begun turned out to be done everywhere; what had to go for it, by the
+        lists of all its workers.
+        """
+        gone = gone_for(lora, self.book.revisions(lora.name), lists)
         self.book.add(lora)
+        removed = self.book.remove(gone, request.op_id, request.target)
         self._keep()
+        return tuple(lora_id(one.name, one.revision) for one in removed)
 
     def _keep(self) -> None:
         if self._succession is not None:
