@@ -22,7 +22,7 @@ ENDING_STEP_S = 5.0
 # again while we are disconnected.
 RETRY_S = 0.5
 # How many steps can follow when the budget is used up: what an update needs after a commit that somebody hung in
-# (flush, resume, abort, settle, free, leave, keep).
+# (flush, resume, abort, settle, free, leave, keep). A load of an adapter needs fewer: by then it gives nothing back.
 MAX_LAST_STEPS = 7
 # How long a report waits for the store, in seconds. Above the life of a lease that isn't renewed (leader.TTL_S).
 MARK_S = 5.0

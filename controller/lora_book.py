@@ -4,7 +4,7 @@ Invariants: a name@revision stands for one checksum for ever, also after it was 
 a revision that an op was begun with is never given out again by number, whatever became of that op.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -18,6 +18,7 @@ from rlbus.schemas import (
     JournalEntry,
     LoadLoraFleet,
     LoraMark,
+    LorasData,
     Outcome,
     PastRevision,
     Target,
@@ -191,3 +192,12 @@ def revisions_on(name: str, statuses: Iterable[WorkerStatus]) -> set[int]:
             if parts is not None and parts[0] == name:
                 found.add(parts[1])
     return found
+
+
+def gone_for(lora: FleetLora, revisions: Iterable[int], lists: Sequence[LorasData]) -> tuple[str, ...]:
+    """Which of the fleet's `revisions` of a name had to go for a newer one that all of these engines have: those that
+    none of them lists any more. Pure.
+    """
+    listed = {(view.name, view.revision) for data in lists for view in data.loras}
+    older = sorted(revision for revision in revisions if revision < lora.revision)
+    return tuple(lora_id(lora.name, revision) for revision in older if (lora.name, revision) not in listed)

@@ -69,7 +69,7 @@ def decide(state: LoadState, event: LoadEvent) -> Decision:
         state = replace(state, stop=problem or event.stop)
     match event:
         case Answered(answers=answers):
-            return _ANSWERED[state.stage](state, answers)
+            return _ANSWERED[state.stage](replace(state, is_late=event.is_late), answers)
         case Waited():
             return _undo(state) if state.causes else _look(state)
         case Watched():
@@ -276,6 +276,8 @@ def _unloaded(state: LoadState, answers: Any) -> Decision:
 
 def _restore(state: LoadState) -> Decision:
     """Give back what had to go for it, one adapter after the other."""
+    if state.is_late:
+        state = _left_to_catch_up(state)
     if not state.to_restore:
         return _resume(state)
     (gone, workers), rest = state.to_restore[0], state.to_restore[1:]
@@ -285,6 +287,15 @@ def _restore(state: LoadState) -> Decision:
     assert parts is not None
     ask = Ask("undo", f"{Stage.RESTORE}-{len(rest)}", body, workers, is_final=True, until_free=True)
     return replace(state, stage=Stage.RESTORE, to_restore=rest), ask
+
+
+def _left_to_catch_up(state: LoadState) -> LoadState:
+    """An engine that hung has used up the time. A worker that stays paused is worse than one that lacks an adapter."""
+    for gone, workers in state.to_restore:
+        message = f"{gone} had to go for {state.plan.id}, and there was no time to give it back: a catch-up does"
+        for worker in workers:
+            state = _blame(state, worker, StepAnswer(Outcome.FAILED, fault(FaultCode.DEADLINE, message)), "undo")
+    return replace(state, to_restore=())
 
 
 def _restored(state: LoadState, answers: Any) -> Decision:

@@ -90,7 +90,7 @@ class LoadRun:
                 if isinstance(action.body, PauseGeneration):
                     self._paused_at_s = self._loop.time()
                 answers = await ask_step(self._asker, action, self._heard(action))
-                return Answered(answers, stop_of(self._op))
+                return Answered(answers, stop_of(self._op), is_late=self._loop.time() >= self._op.ending_until_s)
             case Wait():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(action.wait_s):

@@ -121,6 +121,8 @@ class LoadState:
     is_committed: bool = False
     num_looks: int = 0
     to_restore: tuple[tuple[str, tuple[WorkerId, ...]], ...] = ()
+    # What its end may take is used up: only what nobody else would do is still done.
+    is_late: bool = False
 
     @property
     def causes(self) -> tuple[Fault, ...]:
@@ -139,10 +141,13 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Everybody who was asked has an answer. `stop`: the op is to be taken back, for this reason."""
+    """Everybody who was asked has an answer. `stop`: the op is to be taken back, for this reason. `is_late`: what its
+    end may take is used up.
+    """
 
     answers: Mapping[WorkerId, StepAnswer]
     stop: Fault | None = None
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

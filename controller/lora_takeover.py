@@ -45,19 +45,23 @@ class LoraTakeOver(TakeOver):
         # What each member's engine has, by its own word.
         self._lists: dict[WorkerId, LorasData] = {}
         self._is_done = False
+        # Of a load: its revision, and whether the fleet has it.
+        self._revision = 0
+        self._is_fleets = False
         self._result: LoraResult | None = None
 
     async def settle(self) -> Report:
         """Settle it; the report. Cancel: what is being asked is dropped; the next leader finds it as it is then."""
         request = self._entry.request
         self._op.enter(PHASE, total=len(self._entry.members))
-        await self._await_members()
-        await self._look()
-        if isinstance(request, LoadLoraFleet):
-            await self._settle_load(request)
-        elif isinstance(request, UnloadLoraFleet):
-            await self._settle_unload(request)
-        await self._free(may_be_old=True)
+        async with self._renewing():
+            await self._await_members()
+            await self._look()
+            if isinstance(request, LoadLoraFleet):
+                await self._settle_load(request)
+            elif isinstance(request, UnloadLoraFleet):
+                await self._settle_unload(request)
+            await self._free(may_be_old=True)
         report = msgspec.structs.replace(self._report(), lora=self._result)
         if not isinstance(request, LoadLoraFleet):
             return report
@@ -67,18 +71,22 @@ class LoraTakeOver(TakeOver):
     async def _settle_load(self, request: LoadLoraFleet) -> None:
         parts = split_lora_id(self._entry.item.what or "")
         assert parts is not None
-        name, revision = parts
-        self._result = LoraResult(ids=(lora_id(name, revision),), checksum=request.checksum)
+        name, self._revision = parts
+        self._result = LoraResult(ids=(lora_id(*parts),), checksum=request.checksum)
         await self._await_loads()
         await self._list()
-        having = [w for w, data in self._lists.items() if shows(data, name, revision, request.checksum)]
+        having = [w for w, data in self._lists.items() if self._shows(data, request)]
         self._is_done = len(having) == len(self._entry.members)
-        if request.is_catch_up or self._loras.book.get(name, revision) is not None:
-            return  # the fleet has it already: nobody is to lose it
+        self._is_fleets = request.is_catch_up or self._loras.book.get(*parts) is not None
+        if self._is_fleets:
+            return  # nobody is to lose it
         if self._is_done:
-            self._loras.settled(fleet_lora(request, revision, self._entry.item.began_at))
+            self._is_fleets = True
+            lora = fleet_lora(request, self._revision, self._entry.item.began_at)
+            gone = self._loras.settled(request, lora, tuple(self._lists.values()))
+            self._result = msgspec.structs.replace(self._result, evicted=gone)
             return
-        body = UnloadLora(name=name, revision=revision, drain_s=0.0)
+        body = UnloadLora(name=name, revision=self._revision, drain_s=0.0)
         await self._until_free("undo", body, list(self._seen))
         await self._list()
 
@@ -116,4 +124,24 @@ class LoraTakeOver(TakeOver):
         request = self._entry.request
         if isinstance(request, UnloadLoraFleet):
             return Outcome.FAILED, self._nobody_knows("some worker still has it; unload it again")
+        if isinstance(request, LoadLoraFleet):
+            return self._judge_load(self._lists[worker], request)
         return Outcome.UNDONE, None
+
+    def _judge_load(self, data: LorasData, request: LoadLoraFleet) -> tuple[Outcome, Fault | None]:
+        """Of a load that not everybody has: what this one's own list says."""
+        own = lora_id(request.name, self._revision)
+        if self._is_fleets and self._shows(data, request):
+            return Outcome.OK, None
+        match next((v.state for v in data.loras if (v.name, v.revision) == (request.name, self._revision)), None):
+            case LoraState.LOADED if not self._is_fleets:
+                return Outcome.FAILED, self._nobody_knows(f"it still has {own}, which the fleet doesn't: unload it")
+            case LoraState.DRAINING if not self._is_fleets:
+                why = f"it still has {own}, and takes no requests for it; it unloads it by itself once it can"
+                return Outcome.FAILED, self._nobody_knows(why)
+            case LoraState.UNSETTLED:
+                return Outcome.UNKNOWN, self._nobody_knows(f"its engine doesn't say yet whether it has {own}")
+        return Outcome.UNDONE, None
+
+    def _shows(self, data: LorasData, request: LoadLoraFleet) -> bool:
+        return shows(data, request.name, self._revision, request.checksum)

@@ -1,5 +1,6 @@
 """The adapters of one fleet: takes requests about them, runs them as ops, keeps the book of what the fleet has."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -10,8 +11,9 @@ from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
 from rlbus.controller.frontend import Frontend
 from rlbus.controller.leases import LEASE_S
+from rlbus.controller.limits import ENDING_STEP_S
 from rlbus.controller.line import Line
-from rlbus.controller.lora_book import LoraBook, fleet_lora, revisions_on
+from rlbus.controller.lora_book import LoraBook, fleet_lora, gone_for, revisions_on
 from rlbus.controller.lora_run import LoadRun, UnloadRun, evicted
 from rlbus.controller.lora_state import LoadPlan, LoadState
 from rlbus.controller.lora_unload import UnloadPlan
@@ -26,6 +28,7 @@ from rlbus.schemas import (
     FaultCode,
     FleetLora,
     LoadLoraFleet,
+    LorasData,
     LoraSource,
     ObjectSource,
     Report,
@@ -171,10 +174,15 @@ class Loras:
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
-    def settled(self, lora: FleetLora) -> None:
-        """A load that a leader before us had begun turned out to be done everywhere."""
+    def settled(self, request: LoadLoraFleet, lora: FleetLora, lists: Sequence[LorasData]) -> tuple[str, ...]:
+        """A load that a leader before us had begun turned out to be done everywhere; what had to go for it, by the
+        lists of all its workers.
+        """
+        gone = gone_for(lora, self.book.revisions(lora.name), lists)
         self.book.add(lora)
+        removed = self.book.remove(gone, request.op_id, request.target)
         self._keep()
+        return tuple(lora_id(one.name, one.revision) for one in removed)
 
     def _keep(self) -> None:
         if self._succession is not None:
@@ -196,15 +204,24 @@ class Loras:
     async def _delete(self, sources: Sequence[LoraSource]) -> None:
         """Free the store of objects that no adapter of the fleet comes from; they would end by themselves, too.
 
-        Within the op, so that whoever puts the same bytes after it finds them there.
+        Within the op, so that whoever puts the same bytes after it finds them there; all together have as long as one
+        step at the op's end. Cancel: some may be gone.
         """
-        for source in sources:
-            if self._objects is None or not isinstance(source, ObjectSource) or self.book.uses(source.key):
-                continue
-            try:
-                await self._objects.delete(source.key)
-            except RLBusError as exc:
-                _log.warning("object %s isn't deleted, and ends by itself: %s", source.key, exc)
+        keys = [s.key for s in sources if isinstance(s, ObjectSource) and not self.book.uses(s.key)]
+        try:
+            async with asyncio.timeout(ENDING_STEP_S):
+                for key in keys:
+                    await self._free(key)
+        except TimeoutError:
+            _log.warning("the store doesn't answer; objects of %s may stay, and end by themselves", ", ".join(keys))
+
+    async def _free(self, key: str) -> None:
+        if self._objects is None:
+            return
+        try:
+            await self._objects.delete(key)
+        except RLBusError as exc:
+            _log.warning("object %s isn't deleted, and ends by itself: %s", key, exc)
 
 
 def _can_hot_swap(member: Member) -> bool:

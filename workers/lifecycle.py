@@ -3,7 +3,8 @@
 Rules (DESIGN section 4): a command is validated wholly before it changes anything; one mutation at a time; a repeat of
 an op_id joins; a failed update leaves the weights as they were (before the first byte) or dirty (after it, or in
 doubt), paused, and with its session closed. What takes a running mutation back (abort of the same update, destroy of
-the same group, resume over a pause) is the one kind that is admitted beside another: it ends that one and then runs.
+the same group, resume over a pause, unload of the adapter) is the one kind that is admitted beside another: it ends
+that one and then runs.
 """
 
 from collections.abc import Callable
@@ -239,7 +240,7 @@ def is_mutation(body: CommandBody) -> bool:
 
 def takes_back(body: CommandBody, running: CommandBody) -> bool:
     """Whether `body` asks for the end of what is running: an abort of the same update, a destroy of the same group, a
-    resume of what pauses, a wake of what falls asleep.
+    resume of what pauses, a wake of what falls asleep, an unload of the adapter that is being loaded.
     """
     match body, running:
         case AbortWeights(), ReceiveWeights():
@@ -252,6 +253,8 @@ def takes_back(body: CommandBody, running: CommandBody) -> bool:
             return True
         case ShutdownTransfer(), InitTransfer() | ApplyUpdate():
             return True
+        case UnloadLora(), LoadLora():
+            return (body.name, body.revision) == (running.name, running.revision)
         case _:
             return False
 

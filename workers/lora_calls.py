@@ -79,8 +79,8 @@ async def load(engine: LoraEngine, op_id: str, body: LoadLora, around: Surroundi
         raise error_from_fault(plan)
     around.accept()
     if plan.is_done:
-        if all(a.key != (body.name, body.revision) for a in around.state.adapters):
-            # It was given up for lost, and had come all the same.
+        if all(a.key != (body.name, body.revision) or a.is_unwanted for a in around.state.adapters):
+            # It was given up for lost, and had come all the same; or it was unwanted, and is wanted again.
             around.apply(LoraBegins(adapter_of(body, None)))
         _see(around, residents)
         return loras_data(around.state, residents)
@@ -171,7 +171,7 @@ async def settle(
             residents = await engine.list_loras()
     except Exception as exc:  # noqa: BLE001 - whatever it is, the engine doesn't say; shown as "unsettled"
         _log.warning("what became of %s can't be told, the engine doesn't list its adapters: %s", name, exc)
-        apply(LoraUnsettled(body.name, body.revision))
+        apply(unsettled(body))
         return None, _settled(cause, "unknown")
     apply(LorasSeen(residents, state().lora_turn, is_own=True))
     is_there = find(residents, body.name, body.revision) is not None
@@ -179,6 +179,11 @@ async def settle(
         return None, _settled(cause, "not done")
     _log.warning("the engine's call failed (%s), and its list says that it is done: %s", cause.message, name)
     return loras_data(state(), residents, cause=cause), None
+
+
+def unsettled(body: LoadLora | UnloadLora) -> LoraUnsettled:
+    """Nobody knows what became of it. An unload is done once the engine says that there is something to unload."""
+    return LoraUnsettled(body.name, body.revision, is_unwanted=isinstance(body, UnloadLora))
 
 
 def _settled(cause: Fault, how: str) -> Fault:

@@ -8,7 +8,7 @@ import logging
 from typing import Protocol
 
 from rlbus.errors import EngineError
-from rlbus.schemas import Fault, FaultCode, LorasData, LoraState, LorasView
+from rlbus.schemas import Fault, FaultCode, LorasData, LorasView
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.lora import LoraEngine, Resident
 from rlbus.workers.loras import find, loras_data, summary
@@ -34,7 +34,7 @@ class Host(Protocol):
         ...
 
     def drain_ended(self, name: str, revision: int) -> None:
-        """It has drained, or its time is over: let it go, if nothing else runs."""
+        """It has drained, its time is over, or nobody wants it: let it go, if nothing else runs."""
         ...
 
 
@@ -58,7 +58,7 @@ class LoraWatch:
         return summary(self._host.state.lora_info, self._last)
 
     def soon(self) -> None:
-        """An adapter may have begun to drain."""
+        """An adapter may be to go."""
         self._changed.set()
 
     async def answer(self) -> LorasData:
@@ -104,7 +104,7 @@ class LoraWatch:
         return residents
 
     async def run(self) -> None:
-        """Unload what has drained, as long as the agent runs. Cancel: at any point."""
+        """Unload what has drained, or came though nobody wants it, as long as the agent runs. Cancel: at any point."""
         if self._engine is None:
             return
         while True:
@@ -117,9 +117,8 @@ class LoraWatch:
             await asyncio.sleep(self._config.lora_poll_s)
 
     def _draining(self) -> dict[tuple[str, int], float]:
-        """How long each adapter that drains may take for it, in seconds."""
-        adapters = self._host.state.adapters
-        return {a.key: a.drain_s or 0.0 for a in adapters if a.state is LoraState.DRAINING}
+        """How long each adapter that is to go may still take for it, in seconds."""
+        return {a.key: a.drain_s or 0.0 for a in self._host.state.adapters if a.is_going}
 
     async def _drain(self) -> None:
         residents = await self.look()

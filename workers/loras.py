@@ -5,7 +5,7 @@ state from before the engine is told, and stays, unsettled, until the engine's o
 answer of the engine that is older than the last change decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rlbus.schemas import (
@@ -155,11 +155,11 @@ def lora_event(state: WorkerState, event: LoraEvent) -> tuple[WorkerState, tuple
         case LoraBegins():
             return _begins(state, event), ()
         case LoraDrains():
-            return _changed(state, event.name, event.revision, LoraState.DRAINING, event.drain_s), ()
+            return _drains(state, event), ()
         case LoraRefused():
             return _refused(state, event.name, event.revision), ()
         case LoraUnsettled():
-            return _changed(state, event.name, event.revision, LoraState.UNSETTLED, None), ()
+            return _unsettled(state, event), ()
         case LoraGone():
             key = (event.name, event.revision)
             kept = tuple(a for a in state.adapters if a.key != key)
@@ -189,8 +189,25 @@ def _refused(state: WorkerState, name: str, revision: int) -> WorkerState:
     return replace(state, adapters=kept, known_sums=known, lora_turn=state.lora_turn + 1)
 
 
-def _changed(state: WorkerState, name: str, revision: int, to: LoraState, drain_s: float | None) -> WorkerState:
-    changed = tuple(replace(a, state=to, drain_s=drain_s) if a.key == (name, revision) else a for a in state.adapters)
+def _drains(state: WorkerState, event: LoraDrains) -> WorkerState:
+    return _changed(
+        state, event, lambda a: replace(a, state=LoraState.DRAINING, drain_s=event.drain_s, is_unwanted=False)
+    )
+
+
+def _unsettled(state: WorkerState, event: LoraUnsettled) -> WorkerState:
+    def change(adapter: Adapter) -> Adapter:
+        is_unwanted = adapter.is_unwanted or event.is_unwanted
+        return replace(adapter, state=LoraState.UNSETTLED, drain_s=None, is_unwanted=is_unwanted)
+
+    return _changed(state, event, change)
+
+
+def _changed(
+    state: WorkerState, event: LoraDrains | LoraUnsettled, change: Callable[[Adapter], Adapter]
+) -> WorkerState:
+    key = (event.name, event.revision)
+    changed = tuple(change(a) if a.key == key else a for a in state.adapters)
     return replace(state, adapters=changed, lora_turn=state.lora_turn + 1)
 
 
@@ -217,8 +234,8 @@ def is_changing(state: WorkerState) -> bool:
 
 def _drain_ended(state: WorkerState, event: DrainEnded) -> tuple[WorkerState, tuple[RunOwn, ...]]:
     body = UnloadLora(name=event.name, revision=event.revision, drain_s=0.0)
-    drains = any(a.key == (event.name, event.revision) and a.state is LoraState.DRAINING for a in state.adapters)
-    if state.running is not None or not drains or check_unload(state, body) is not None:
+    is_going = any(a.key == (event.name, event.revision) and a.is_going for a in state.adapters)
+    if state.running is not None or not is_going or check_unload(state, body) is not None:
         return state, ()  # it is looked at again
     running = Running(event.op_id, body, since=event.now)
     return replace(state, running=running), (RunOwn(event.op_id, body),)

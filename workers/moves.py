@@ -126,10 +126,13 @@ class LoraRefused:
 
 @dataclass(frozen=True, slots=True)
 class LoraUnsettled:
-    """A call about this adapter went wrong, and the engine doesn't say what became of it."""
+    """A call about this adapter went wrong, and the engine doesn't say what became of it. `is_unwanted`: it is to go,
+    should it turn up.
+    """
 
     name: str
     revision: int
+    is_unwanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class LorasSeen:
 
 @dataclass(frozen=True, slots=True)
 class DrainEnded:
-    """No request needs this draining adapter any more, or its time is over. `op_id` is new."""
+    """No request needs this draining adapter any more, or its time is over, or nobody wants it. `op_id` is new."""
 
     name: str
     revision: int

@@ -31,7 +31,7 @@ from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.engines.native import NativeEngine
 from rlbus.workers.engines.sleep import sleeper
 from rlbus.workers.journal import Journal, Record
-from rlbus.workers.lora_calls import Files, lora_engine, settle
+from rlbus.workers.lora_calls import Files, lora_engine, settle, unsettled
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.moves import (
     Action,
@@ -40,7 +40,6 @@ from rlbus.workers.moves import (
     Event,
     FirstByte,
     GroupLeft,
-    LoraUnsettled,
     Released,
     SessionClosed,
     Started,
@@ -209,6 +208,8 @@ class Slot:
                 if not previous.done():
                     self._give_up_waiting(op)
                     await asyncio.wait({previous})
+                    if isinstance(op.command.body, UnloadLora):
+                        self._host.apply(unsettled(op.command.body))
                     self._host.apply(Released(op.command.op_id, self._clock.now()))
                     return
                 self._start_call(op)
@@ -255,7 +256,7 @@ class Slot:
         if outcome.is_refused and not op.has_started:
             return outcome
         if not call.task.done():
-            self._host.apply(LoraUnsettled(body.name, body.revision))
+            self._host.apply(unsettled(body))
             return outcome
         limit_s = self._config.undo_s
         engine, host = lora_engine(self._engine), self._host
@@ -304,7 +305,9 @@ class Slot:
             self._host.apply(Woke(tags))
 
     def _give_up_waiting(self, op: _Op) -> None:
-        self._end(op, Outcome(fault=_not_let_go(op), is_refused=True))
+        # An adapter is unloaded all the same once its load has ended, so "refused" would be a lie.
+        is_refused = not isinstance(op.command.body, UnloadLora)
+        self._end(op, Outcome(fault=_not_let_go(op), is_refused=is_refused))
 
     def _end(self, op: _Op, outcome: Outcome) -> None:
         """Record the one result, and send it to all who wait."""

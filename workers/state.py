@@ -75,7 +75,8 @@ class Session:
 class Adapter:
     """An adapter that was asked for. `was_loaded` once the engine had it; `drain_s`: for how long it may drain.
 
-    `hot_swap`: it took the place of an older revision.
+    `hot_swap`: it took the place of an older revision. `is_unwanted`: somebody unloaded it, and nobody knows whether a
+    load of it still comes to its end; then it goes.
     """
 
     name: str
@@ -87,11 +88,17 @@ class Adapter:
     is_new: bool = False
     hot_swap: bool = False
     drain_s: float | None = None
+    is_unwanted: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
         """What it is asked for by."""
         return self.name, self.revision
+
+    @property
+    def is_going(self) -> bool:
+        """Whether the agent unloads it by itself."""
+        return self.is_unwanted or self.state is LoraState.DRAINING
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class LoraEngine(Protocol):
 
         Raises EngineError, or a refusal: `no_capacity`; `manifest_mismatch` (files that this model can't take). After
         a refusal, and after any failure that it can undo, what was there before still is. Cancel: it may be loaded or
-        not; `list_loras` tells.
+        not; `list_loras` tells, and doesn't answer as long as it may still come.
         """
         ...
 

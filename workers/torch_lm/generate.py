@@ -254,7 +254,7 @@ class Generation:
     async def add_adapter(self, name: str, revision: int, adapter: Adapter, replaces: int | None) -> None:
         """Let requests name it; in the place of revision `replaces`, whose requests go on with it, computed anew.
 
-        Raises: EngineDeadError. Cancel: it is done at the next boundary.
+        Raises: EngineDeadError. Cancel: it is done, or never will be.
         """
 
         def change() -> None:
@@ -271,7 +271,7 @@ class Generation:
         await self._change(change)
 
     async def remove_adapter(self, name: str, revision: int) -> int:
-        """Let it go, and abort its requests; how many. Raises: EngineDeadError. Cancel: done at the next boundary."""
+        """Let it go, and abort its requests; how many. Raises: EngineDeadError. Cancel: as `add_adapter`."""
         ended: list[Request] = []
 
         def change() -> None:
@@ -280,17 +280,24 @@ class Generation:
                 self._adapters.remove(loaded)
                 ended.extend(self._schedule.abort([r.request_id for r in self._schedule.naming(loaded)]))
 
-        await self._change(change)
-        _tell(ended)
+        try:
+            await self._change(change)
+        finally:
+            _tell(ended)
         return len(ended)
 
     async def _change(self, change: Callable[[], None]) -> None:
-        """Make it between two steps."""
+        """Make it between two steps; one that its caller doesn't wait for any more isn't made later."""
         with self._changed:
             self._changes.append(change)
             if not self._schedule.is_in_step:
                 self._make_changes()
-        await self._at_boundary(lambda: change not in self._changes)
+        try:
+            await self._at_boundary(lambda: change not in self._changes)
+        finally:
+            with self._changed:
+                if change in self._changes:
+                    self._changes.remove(change)
 
     def _make_changes(self) -> None:
         for change in self._changes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlbus.controller.lora_book import MAX_FLEET_LORAS, MAX_PAST, LoraBook, both, covers
+from rlbus.controller.lora_book import MAX_FLEET_LORAS, MAX_PAST, LoraBook, both, covers, gone_for
 from rlbus.schemas import (
     FaultCode,
     FleetLora,
@@ -12,7 +12,10 @@ from rlbus.schemas import (
     JournalEntry,
     LoadLoraFleet,
     LoraResult,
+    LorasData,
+    LoraState,
     LorasView,
+    LoraView,
     ObjectSource,
     OpStatus,
     Outcome,
@@ -182,3 +185,16 @@ def test_who_is_meant_by_one_target_is_meant_by_another(target: Target, of: Targ
     assert covers(target, of) is is_covered
     assert both(target, ALL) == ALL
     assert both(target, target) == target
+
+
+def listing(*ids: str) -> LorasData:
+    pairs = [i.split("@") for i in ids]
+    views = tuple(LoraView(name=n, revision=int(r), state=LoraState.LOADED) for n, r in pairs)
+    return LorasData(loras=views, capacity=4)
+
+
+def test_what_no_engine_lists_any_more_went_for_the_newer_revision() -> None:
+    """Older revisions of the same name only; one that some engine still serves is still the fleet's."""
+    lists = (listing("policy@5", "policy@3"), listing("policy@5", "other@1"))
+    assert gone_for(lora(5), (2, 3, 4, 5, 6), lists) == ("policy@2", "policy@4")
+    assert gone_for(lora(1), (), lists) == ()

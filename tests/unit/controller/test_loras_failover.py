@@ -121,6 +121,75 @@ def test_a_load_that_not_everybody_has_is_taken_back(tmp_path: Path, body: type[
     play([taker(1, {"load_lora": {1: Step(latency_s=2.0)}}), taker(2, {"load_lora": broken})], scenario)
 
 
+@pytest.mark.parametrize("can_drain", [False, True])
+def test_a_worker_that_keeps_what_is_taken_back_is_no_undone_one(tmp_path: Path, can_drain: bool) -> None:
+    """Its engine fails to unload it: the report says that it still has it, and how it goes."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        stage.on_command = killing(stage, LoadLora, 1.0)
+        report = await stage.client.load_lora("policy", folder, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "failed", "2": "undone"}
+        (why,) = [o.fault for o in report.outcomes if o.fault is not None]
+        assert why.message.startswith("it still has policy@1")
+        assert why.message.endswith("unloads it by itself once it can" if can_drain else "unload it")
+        if can_drain:
+            await asyncio.sleep(5.0)
+        else:
+            assert serving(stage) == [["policy@1"], []]
+            await stage.client.unload_lora("policy")
+        assert serving(stage) == [[], []]
+
+    broken = {"load_lora": {1: replace(failing(), latency_s=3.0)}}
+    play([taker(1, {"unload_lora": {1: failing()}}, can_drain=can_drain), taker(2, broken)], scenario)
+
+
+def test_a_catch_up_that_is_left_behind_says_who_has_it(tmp_path: Path) -> None:
+    """The fleet has it, so whoever got it keeps it."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder)
+        for rig in stage.workers:
+            rig.engine.loras.sums.clear()
+        stage.on_command = killing(stage, LoadLora, 1.0)
+        await asyncio.sleep(15.0)
+        await settled(stage)
+        (item,) = [i for i in (await stage.client.history()).items if i.term == 1 and i.op == "lora_catch_up"]
+        report = (await stage.client.history(of_op_id=item.op_id)).report
+        assert report is not None
+        assert outcomes(report) == {"1": "ok", "2": "undone"}
+
+    broken = {"load_lora": {2: replace(failing(), latency_s=3.0)}}
+    play([taker(1), taker(2, broken)], scenario)
+
+
+@pytest.mark.parametrize("how", ["evict_idle", "hot_swap"])
+def test_what_had_to_go_for_a_load_that_is_finished_is_not_given_back(tmp_path: Path, how: str) -> None:
+    """Every engine has the new revision in the place of the old one; so does the fleet."""
+    one, two = adapter(tmp_path / "1", "1"), adapter(tmp_path / "2", "2")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", one)
+        stage.on_command = killing(stage, LoadLora, 0.5)
+        evicts, swaps = how == "evict_idle", how == "hot_swap"
+        report = await stage.client.load_lora("policy", two, evict_idle=evicts, hot_swap=swaps, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "ok"}
+        assert report.lora is not None
+        assert (report.lora.ids, report.lora.evicted) == (("policy@2",), ("policy@1",))
+        await asyncio.sleep(60.0)
+        assert serving(stage) == [["policy@2"]] * 2
+        view = await stage.client.status()
+        assert [x.revision for x in view.loras] == [2]
+        assert [m.loras_behind for m in view.members] == [(), ()]
+
+    slow = {"load_lora": {2: Step(latency_s=5.0)}}
+    info = {"capacity": 1} if how == "evict_idle" else {"can_hot_swap": True}
+    play([taker(n, slow, **info) for n in (1, 2)], scenario)
+
+
 def test_an_unload_is_finished_by_the_next_controller(tmp_path: Path) -> None:
     """It only goes forward."""
     folder = adapter(tmp_path / "a")

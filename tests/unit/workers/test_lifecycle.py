@@ -15,6 +15,7 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     FlushCache,
+    FolderSource,
     GetChecksums,
     GetOutcome,
     GetStatus,
@@ -22,6 +23,7 @@ from rlbus.schemas import (
     GroupPlan,
     Hello,
     InitGroup,
+    LoadLora,
     LoadWeights,
     ManifestPage,
     PauseGeneration,
@@ -33,6 +35,7 @@ from rlbus.schemas import (
     Rendezvous,
     ResumeGeneration,
     TensorSpec,
+    UnloadLora,
     Version,
     WeightsState,
     WeightsView,
@@ -93,6 +96,7 @@ RECEIVE = ReceiveWeights(update_op_id="u", epoch=3, version=V2, manifest_digest=
 COMMIT = CommitWeights(update_op_id="u", version=V2)
 ABORT = AbortWeights(update_op_id="u", reason="r")
 LOAD = LoadWeights(path="/w", version=V2)
+LOAD_LORA = LoadLora(name="policy", revision=7, checksum="1" * 64, source=FolderSource(path="/a"))
 ROUTES = served_routes(
     frozenset(
         {
@@ -104,6 +108,8 @@ ROUTES = served_routes(
             "update_weights_from_disk",
             "get_weight_checksums",
             "set_weight_version",
+            "load_lora",
+            "unload_lora",
         }
     )
 )
@@ -348,13 +354,15 @@ TAKE_BACKS: list[tuple[CommandBody, CommandBody, bool]] = [
     (ResumeGeneration(), PauseGeneration(), True),
     (PauseGeneration(), ResumeGeneration(), False),
     (ReceiveWeights(update_op_id="u", epoch=3, version=V2, manifest_digest="d", bucket_bytes=16), RECEIVE, False),
+    (UnloadLora(name="policy", revision=7), LOAD_LORA, True),
+    (UnloadLora(name="policy", revision=6), LOAD_LORA, False),
+    (UnloadLora(name="other", revision=7), LOAD_LORA, False),
+    (LOAD_LORA, UnloadLora(name="policy", revision=7), False),
 ]
 
 
 @pytest.mark.parametrize(("body", "current", "is_taken"), TAKE_BACKS)
-def test_only_the_end_of_the_same_transfer_or_group_takes_it_back(
-    body: CommandBody, current: CommandBody, is_taken: bool
-) -> None:
+def test_only_the_end_of_the_same_thing_takes_it_back(body: CommandBody, current: CommandBody, is_taken: bool) -> None:
     """Everything else is busy; and only one can wait for it."""
     assert takes_back(body, current) is is_taken
     busy = replace(READY, running=Running("a", current))

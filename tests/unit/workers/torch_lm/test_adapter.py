@@ -1,8 +1,11 @@
 """LoRA on the small model: equal to the merged weights, read from PEFT's files or refused, per row of a batch."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +15,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterError  # noqa: E402
 from rlbus.workers.torch_lm.adapter import LoraBatch, read_adapter  # noqa: E402
+from rlbus.workers.torch_lm.generate import Generation  # noqa: E402
 from rlbus.workers.torch_lm.make import make_tiny_adapter, make_tiny_model, merge_tiny_adapter  # noqa: E402
 from rlbus.workers.torch_lm.model import load_model  # noqa: E402
+from rlbus.workers.torch_lm.sampling import Sampling  # noqa: E402
 
 pytestmark = pytest.mark.unit
 
@@ -105,3 +110,39 @@ def test_rank_stabilised_scale_is_that_of_the_square_root(tmp_path: Path) -> Non
     for key, (a, b) in plain.parts.items():
         assert torch.equal(stable.parts[key][0], a)
         torch.testing.assert_close(stable.parts[key][1], 2 * b)
+
+
+def test_an_adapter_whose_load_was_cancelled_never_appears_later(tmp_path: Path, monkeypatch: Any) -> None:
+    """A step was running, so it wasn't in the list yet; nobody would look for it again."""
+    folder = make_tiny_model(tmp_path / "model")
+    model = load_model(folder)
+    found = read_adapter(make_tiny_adapter(tmp_path / "a", folder, seed=1), model.projections)
+    generation = Generation(model)
+    is_in, may_end, step = threading.Event(), threading.Event(), model.step
+
+    def slow(*args: Any) -> Any:
+        is_in.set()
+        may_end.wait()
+        return step(*args)
+
+    monkeypatch.setattr(model, "step", slow)
+
+    async def main() -> None:
+        sampling = Sampling(max_tokens=2, temperature=0, ignores_eos=True)
+        generating = asyncio.ensure_future(generation.generate((10, 11), sampling))
+        await asyncio.to_thread(is_in.wait)
+        adding = asyncio.ensure_future(generation.add_adapter("policy", 7, found, None))
+        await asyncio.sleep(0)
+        adding.cancel()
+        await asyncio.wait({adding})
+        assert generation.adapter_counts() == ()
+        may_end.set()
+        await generating
+        assert generation.adapter_counts() == ()
+
+    generation.start()
+    try:
+        asyncio.run(main())
+    finally:
+        may_end.set()
+        generation.close()
