@@ -17,6 +17,7 @@ from rlbus.errors import ConfigError, DecodeError, RLBusError
 from rlbus.schemas import (
     DRAFT_ROUTE,
     LORA_ROUTES,
+    AbortRequest,
     Announcement,
     Command,
     Descriptor,
@@ -300,6 +301,7 @@ class Agent:
 
     def _adopt(self, before: "Agent") -> None:
         self._state = replace(before.state, running=None, queued=None)
+        self.refusals = before.refusals
         self.journal = before.journal
         self.journal.give_up(self.descriptor.component, self.descriptor.instance_id, before.boot_id)
 
@@ -424,16 +426,19 @@ class Agent:
         return tensors, manifest_problem(self._engine, tensors, self.answers.max_bytes, is_for_draft(body))
 
     def refuse(self, command: Command, reply: str | None, why: Fault) -> None:
-        """Tell who asks that nothing was done, and why; a mutation's refusal is remembered."""
+        """Tell who asks that nothing was done, and why; it is remembered, so that a copy isn't done after all."""
+        if is_mutation(command.body) or isinstance(command.body, AbortRequest):
+            self.refusals.note(command, why)
+        self._say_no(command, reply, why)
+
+    def _say_no(self, command: Command, reply: str | None, why: Fault) -> None:
         replies = () if reply is None else (reply,)
-        if is_mutation(command.body):
-            self.refusals.note(command.op_id, hash(command.body), why)
         self.answers.refuse(command.op_id, replies, why, route_of(command.body), self._bus.clock.now())
 
     def _join(self, record: Record, command: Command, reply: str | None) -> None:
         if not record.add_reply(reply):
             busy = fault(FaultCode.BUSY, f"too many wait for op {record.op_id}", retryable=True, op_id=record.op_id)
-            self.refuse(command, reply, busy)
+            self._say_no(command, reply, busy)  # the op runs
         elif record.is_accepted:
             self.answers.accepted(record.op_id, reply)
 

@@ -1,8 +1,8 @@
 """What became of each op on this worker: the running ones, and the last results.
 
 Invariants: a running record is never dropped; an op that was refused has no record, since it changed nothing and may be
-tried again under the same op_id. With a ledger, outcomes outlive the process: what had ended is answered as it was
-recorded, what was running is over and was not run again.
+tried again under the same op_id (copies of it are known to `refusals`). With a ledger, outcomes outlive the process:
+what had ended is answered as it was recorded, what was running is over and was not run again.
 """
 
 import hashlib

@@ -356,14 +356,17 @@ def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
 
 
 def _undone(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
-    assert state.session is not None
-    # The session stays open until the engine has closed it (`SessionClosed`).
-    before = with_weights(state, state.session.is_draft, state.session.before)
+    session = state.session
+    assert session is not None
     cleanup: tuple[Action, ...] = (Cleanup.CLOSE_SESSION,)
     if isinstance(body, ReceiveWeights):
         cleanup += (Cleanup.LEAVE_GROUP,)
-    touched = state.owes_flush or event.is_touched
-    return replace(_torn(state) if event.is_touched else before, prepared=None, owes_flush=touched), cleanup
+    # The engine speaks of this call, and only at a commit of the whole update.
+    is_touched = event.is_touched or (session.is_touched and not isinstance(body, CommitWeights))
+    left = _torn(state) if is_touched else with_weights(state, session.is_draft, session.before)
+    # It stays open until the engine has closed it (`SessionClosed`); nothing that it brought counts any more.
+    failed = Session(session.update_op_id, session.version, in_session(left), is_draft=session.is_draft)
+    return replace(left, session=failed, prepared=None, owes_flush=state.owes_flush or is_touched), cleanup
 
 
 def _unchanged(state: WorkerState, body: Any, event: Ended) -> WorkerState:
@@ -396,7 +399,7 @@ def _left(state: WorkerState, body: DestroyGroup, event: Ended) -> WorkerState:
 
 def _received(state: WorkerState, body: ReceiveWeights, event: Ended) -> WorkerState:
     assert state.session is not None
-    session = replace(state.session, is_received=True)
+    session = replace(state.session, is_received=True, is_touched=True)
     return replace(_touched(state), session=session, prepared=None)
 
 
@@ -419,11 +422,12 @@ def _clean(state: WorkerState, version: Version) -> WorkerState:
 
 
 def _applied(state: WorkerState, body: ApplyUpdate, event: Ended) -> WorkerState:
-    session = state.session
-    if session is None or session.before.state is WeightsState.CLEAN:
-        return state
-    brought = {spec.name: spec for spec in (*session.tensors, *described(body.info))}
-    return replace(state, session=replace(session, tensors=tuple(brought.values())))
+    assert state.session is not None
+    session = replace(state.session, is_touched=True)
+    if session.before.state is not WeightsState.CLEAN:
+        brought = {spec.name: spec for spec in (*session.tensors, *described(body.info))}
+        session = replace(session, tensors=tuple(brought.values()))
+    return replace(state, session=session)
 
 
 def _finished(state: WorkerState, body: FinishUpdate, event: Ended) -> WorkerState:

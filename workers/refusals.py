@@ -1,5 +1,9 @@
-"""Mutations that were refused. A second copy of one (the bus delivers it twice, whoever asked asks again) is refused as
-the first was, also when it could be done by then: somebody was told that nothing happened, and goes on from there.
+"""Mutations that were refused. A second copy of one (the bus delivers it twice, a fan-out sends it again to who is
+silent) is refused as the first was, also when it could be done by then: somebody was told that nothing happened, and
+goes on from there.
+
+A refusal that asks for a repeat (busy, a manifest that is missing) holds for copies of that command alone, which are
+told by their expiry: a caller who had the answer, and asks again under the same op_id, sends a command of a new date.
 """
 
 from collections import OrderedDict
@@ -14,20 +18,22 @@ _OF_MESSAGE = frozenset({FaultCode.BAD_MESSAGE, FaultCode.NOT_A_MEMBER, FaultCod
 
 
 class Refusals:
-    """The last refusals of one worker, at most `max_kept`. Retryable ones (busy) aren't kept: they ask for a repeat."""
+    """The last refusals of one worker, at most `max_kept`."""
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self._max_kept = max_kept
-        self._kept: OrderedDict[tuple[str, int], Fault] = OrderedDict()
+        # The last part of a key: when the command expires, None if the refusal holds for a repeat of any date.
+        self._kept: OrderedDict[tuple[str, int, float | None], Fault] = OrderedDict()
 
-    def note(self, op_id: str, body_hash: int, why: Fault) -> None:
+    def note(self, command: Command, why: Fault) -> None:
         """This command was refused."""
-        if why.retryable or why.code in _OF_MESSAGE:
+        if why.code in _OF_MESSAGE:
             return
-        self._kept[op_id, body_hash] = why
+        self._kept[command.op_id, hash(command.body), command.expires_at if why.retryable else None] = why
         if len(self._kept) > self._max_kept:
             self._kept.popitem(last=False)
 
     def find(self, command: Command) -> Fault | None:
         """Why this very command was refused before; None: it wasn't."""
-        return self._kept.get((command.op_id, hash(command.body)))
+        what = command.op_id, hash(command.body)
+        return self._kept.get((*what, None)) or self._kept.get((*what, command.expires_at))

@@ -318,7 +318,7 @@ class Slot:
         if outcome.is_refused:
             host.journal.forget(record)
             assert outcome.fault is not None
-            host.refusals.note(record.op_id, hash(op.command.body), outcome.fault)
+            host.refusals.note(op.command, outcome.fault)
             host.answers.refuse(record.op_id, record.replies, outcome.fault, record.route, self._clock.now())
             return
         status = ResultStatus.OK if outcome.fault is None else ResultStatus.FAILED

@@ -56,7 +56,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A transfer that was begun and is neither committed nor aborted. `before` is what the weights were.
+    """A transfer that was begun and is neither committed nor aborted. `before` is what the weights were, or what a
+    failure left of them, if the engine didn't close it then.
 
     `version` None: another trainer's update (`rlbus.schemas.native`), which says at its end what it was.
     """
@@ -65,6 +66,8 @@ class Session:
     version: Version | None
     before: WeightsView
     is_received: bool = False
+    # A part of it is in place, whatever becomes of the next one.
+    is_touched: bool = False
     # What another trainer said that it brings, kept where `before` isn't whole: only all of a model heals it.
     tensors: tuple[TensorSpec, ...] = ()
     # It is about the draft model's weights, and so is `before`.

@@ -152,6 +152,62 @@ def test_a_trainer_that_dies_midway_leaves_torn_weights_and_the_next_update_heal
     runner.run(check)
 
 
+@pytest.mark.parametrize("wrong", ["nothing comes", "unlike", "field"])
+def test_part_that_fails_after_one_that_came_leaves_torn_weights_and_the_next_update_heals(
+    runner: CaseRunner, wrong: str
+) -> None:
+    """Untouched by itself, and the earlier bytes are in place: it says so, and so does the engine's label."""
+
+    async def check(opened: OpenedEngine) -> None:
+        engine = engine_of(opened)
+        await update(opened, B)
+        expected = await tokens(opened)
+        await update(opened, A)
+        async with joined(opened) as side:
+            await engine.start_native()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(engine.update_native(side.update_info(B)))
+                group.create_task(side.send(B))
+            info = side.update_info(B)
+            match wrong:
+                case "unlike":
+                    info["names"] = [*info["names"][:-1], "no.such.tensor"]
+                case "field":
+                    info["packed"] = True
+            receiving = asyncio.create_task(engine.update_native(info))
+            if wrong == "nothing comes":
+                await side.send(B, 0)
+            with pytest.raises(UpdateFailedError) as caught:
+                await receiving
+            assert caught.value.weights_touched
+            await opened.engine.abort_update()
+            assert (await opened.engine.observe()).weight_version not in (str(A), str(B))
+            await complete(opened, side)
+        assert await tokens(opened) == expected
+
+    runner.run(check)
+
+
+def test_update_may_come_in_several_parts(runner: CaseRunner) -> None:
+    """The last bytes of each tensor count, and one end names them all."""
+
+    async def check(opened: OpenedEngine) -> None:
+        engine = engine_of(opened)
+        await update(opened, B)
+        expected = await tokens(opened)
+        async with joined(opened) as side:
+            await engine.start_native()
+            for version in (A, B):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(engine.update_native(side.update_info(version)))
+                    group.create_task(side.send(version))
+            await engine.finish_native(B)
+        assert await tokens(opened) == expected
+        assert (await opened.engine.observe()).weight_version == str(B)
+
+    runner.run(check)
+
+
 @pytest.mark.parametrize("wrong", [{"rank_offset": 0}, {"world_size": 2}, {"packed": True}, {"master_port": "1"}])
 def test_a_group_that_makes_no_sense_is_refused_at_once(runner: CaseRunner, wrong: dict[str, object]) -> None:
     """No group, and nobody waits."""

@@ -124,7 +124,7 @@ class FakeEngine(WithLoras, WithNative, WithDraft):
         self._is_received = False
         # What another trainer's transfer was begun with, and whether an update of it is open.
         self.native_info: dict[str, Any] | None = None
-        self.is_native_open = False
+        self.is_native_open = self._has_native_part = False
         self._is_dead = False
         # Set by `aclose`.
         self.is_closed = False

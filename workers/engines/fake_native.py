@@ -22,6 +22,7 @@ class WithNative:
     label: Version | None
     native_info: dict[str, Any] | None
     is_native_open: bool
+    _has_native_part: bool
     _released: asyncio.Event
 
     def _note(self, verb: str) -> Step:
@@ -51,7 +52,7 @@ class WithNative:
     async def start_native(self) -> None:
         """See `NativeEngine`."""
         await self._play("start_native")
-        self.is_native_open = True
+        self.is_native_open, self._has_native_part = True, False
 
     async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """See `NativeEngine`. Each item brings the bytes of version 0.`step` for the tensors in `names`, or all."""
@@ -68,8 +69,9 @@ class WithNative:
             names = item.get("names", [spec.name for spec in self.tensors])
             for index, spec in enumerate(spec for spec in self.tensors if spec.name in names):
                 if index == step.after_parts:
-                    await self._spoil(step, is_touched=index > 0)
+                    await self._spoil(step, is_touched=self._has_native_part or index > 0)
                 self._write(spec, Version(step=item["step"]))
+            self._has_native_part = True
 
     async def finish_native(self, version: Version) -> None:
         """See `NativeEngine`."""

@@ -43,7 +43,9 @@ class NativeEngine(Protocol):
         ...
 
     async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Receive and load what is described. Raises UpdateFailedError. Cancel: like a failure with weights touched."""
+        """Receive and load what is described. Raises UpdateFailedError, with the weights touched if an earlier part of
+        this update came. Cancel: like a failure with weights touched.
+        """
         ...
 
     async def finish_native(self, version: Version) -> None:

@@ -108,6 +108,8 @@ class GroupedNative:
     def __init__(self, engine: Joining) -> None:
         self._engine = engine
         self._bucket_bytes = BUCKET_BYTES
+        # An earlier part of the update that is open is in place.
+        self._is_touched = False
 
     async def init_native(self, info: dict[str, Any]) -> None:
         """See `NativeEngine`."""
@@ -130,6 +132,7 @@ class GroupedNative:
 
     async def start_native(self) -> None:
         """See `NativeEngine`. Nothing is opened before the first tensor is on its way."""
+        self._is_touched = False
 
     async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """See `NativeEngine`. A list has one entry for each rank; here all ranks get the same."""
@@ -140,15 +143,18 @@ class GroupedNative:
             parsed = msgspec.convert(entries[0], UpdateInfo, strict=True)
             tensors = specs_of(parsed)
         except ValueError as exc:  # msgspec's is one
-            raise UpdateFailedError(
-                Fault(code=FaultCode.BAD_MESSAGE, message=f"update_info: {exc}"), weights_touched=False
-            ) from exc
+            why = Fault(code=FaultCode.BAD_MESSAGE, message=f"update_info: {exc}")
+            raise UpdateFailedError(why, self._is_touched) from exc
         try:
             self._engine.check_manifest(tensors)
         except FaultError as exc:
-            raise UpdateFailedError(exc.fault, weights_touched=False) from exc
+            raise UpdateFailedError(exc.fault, self._is_touched) from exc
         order = ReceiveOrder(parsed.stream_id, EPOCH, WeightsVersion(), tensors, self._bucket_bytes)
-        await self._engine.receive_weights(order, lambda: None, lambda done, total: None)
+        try:
+            await self._engine.receive_weights(order, lambda: None, lambda done, total: None)
+        except UpdateFailedError as exc:
+            raise UpdateFailedError(exc.fault, exc.weights_touched or self._is_touched) from exc
+        self._is_touched = True
 
     async def finish_native(self, version: WeightsVersion) -> None:
         """See `NativeEngine`."""

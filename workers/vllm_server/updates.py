@@ -209,8 +209,8 @@ class Updates:
         """See `Engine.receive_weights`."""
         if self._epoch is None or self._epoch != order.epoch:
             text = f"the engine is in no group {order.epoch}"
-            raise UpdateFailedError(Fault(code=FaultCode.STALE_EPOCH, message=text), weights_touched=False)
-        session = self._session = _Session(self._exchange.open("update"), order.is_draft)
+            raise UpdateFailedError(Fault(code=FaultCode.STALE_EPOCH, message=text), self._has_part)
+        session = await self._next_part(order.is_draft)
         try:
             await self._open(session)
             await self._transfer(session, order, on_ready, on_progress)
@@ -218,6 +218,23 @@ class Updates:
             session.is_touched = isinstance(exc, EngineDeadError) or self._is_touched(session)
             raise UpdateFailedError(exc.fault, session.is_touched) from exc
         return self._received(session, order)
+
+    @property
+    def _has_part(self) -> bool:
+        """Whether an earlier part of the update that is open came."""
+        return self._session is not None and self._session.is_touched
+
+    async def _next_part(self, is_draft: bool) -> _Session:
+        """The first of an update, or the next: each is a session of vLLM's own, and what has come stays touched."""
+        earlier = self._session
+        is_touched = earlier is not None and self._is_touched(earlier)
+        if earlier is not None:
+            if earlier.is_open:
+                await self._put_together(earlier, TORN)  # the ranks forget with it what has come
+            self._end(earlier)
+        session = self._session = _Session(self._exchange.open("update"), is_draft)
+        session.is_touched = is_touched
+        return session
 
     async def _open(self, session: _Session) -> None:
         async def start() -> None:
@@ -282,9 +299,9 @@ class Updates:
             poll_s = min(poll_s * 1.2, MAX_POLL_S)
 
     def _is_touched(self, session: _Session) -> bool:
-        """After vLLM was asked, every rank has to say that its weights are as they were."""
-        if session.folder is None or not session.was_asked:
-            return session.was_asked
+        """After vLLM was asked, every rank has to say that its weights are as they were; if not in an earlier part."""
+        if session.is_touched or session.folder is None or not session.was_asked:
+            return session.is_touched or session.was_asked
         outcomes = [session.folder.outcome("receive", rank) for rank in range(self._world_size)]
         return any(outcome is None or outcome.weights_touched for outcome in outcomes)
 
@@ -314,19 +331,24 @@ class Updates:
         session = self._session
         if session is None or not session.is_received or session.folder is None:
             text = f"no transfer to version {version} was received"
-            raise UpdateFailedError(Fault(code=FaultCode.WRONG_STATE, message=text), weights_touched=False)
+            raise UpdateFailedError(Fault(code=FaultCode.WRONG_STATE, message=text), self._has_part)
+        await self._put_together(session, str(version))
+        self._end(session)
+
+    async def _put_together(self, session: _Session, label: str) -> None:
+        """Close vLLM's session over what was received, and label it. Raises UpdateFailedError."""
+        assert session.folder is not None
         session.is_received = False
         try:
             await self._close(session)
             outcomes = [session.folder.outcome("finish", rank) for rank in range(self._world_size)]
             fault = next((fault for rank, o in enumerate(outcomes) if (fault := _problem(rank, o))), None)
             if fault is None and not session.is_draft:
-                await self._label(str(version))
+                await self._label(label)
         except FaultError as exc:
             raise UpdateFailedError(exc.fault, weights_touched=True) from exc
         if fault is not None:
             raise UpdateFailedError(fault, weights_touched=True)
-        self._end(session)
 
     async def abort(self) -> None:
         """See `Engine.abort_update`."""
@@ -336,7 +358,7 @@ class Updates:
         if session.folder is not None:
             self._stop(session.folder, "the update was aborted")
         await self._calls.settle(CALL_S)
-        session.is_touched = session.is_touched or self._is_touched(session)
+        session.is_touched = self._is_touched(session)
         if session.is_touched and not session.is_draft:
             await self._label(TORN)
         if self._has_transfer:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from rlbus._memory import NO_FAULTS, Faults
 from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import fault
 from rlbus.controller.sleep_verb import to_wake
@@ -11,6 +12,7 @@ from rlbus.errors import AsleepError, ConfigError, PartialError, RefusedError
 from rlbus.schemas import (
     Command,
     FaultCode,
+    FlushCache,
     InitGroup,
     MemberView,
     OpStatus,
@@ -24,6 +26,7 @@ from rlbus.schemas import (
     WakeUp,
     WeightsState,
 )
+from rlbus.testing import MemoryTransport
 from rlbus.workers.engines.fake import ROUTES
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller import failover_stage
@@ -41,6 +44,26 @@ V7 = Version(step=7)
 def sleeping(scene: Scene) -> list[tuple[SleepTag, ...]]:
     """What the engines themselves say."""
     return [tuple(sorted(rig.engine.memory.asleep)) for rig in scene.fleet.workers]
+
+
+def test_worker_that_was_reported_busy_is_not_put_to_sleep_by_a_late_copy_of_the_command() -> None:
+    """Its answer takes longer than the fan-out waits before it sends again, and its place is free by then."""
+
+    async def scenario(scene: Scene) -> None:
+        busy = scene.fleet.workers[0]
+        flushing = busy.post(FlushCache())
+        await flushing.until(lambda sent: sent.is_accepted)
+        transport = busy.worker_bus.transport
+        assert isinstance(transport, MemoryTransport)
+        transport.faults = Faults(delay_s=(1.4, 1.4), only="_INBOX.>")
+        report = await scene.fleet.client.sleep(check=False)
+        transport.faults = NO_FAULTS
+        assert (outcomes(report), code_of(report, 1)) == ({"1": "refused", "2": "undone"}, FaultCode.BUSY)
+        await asyncio.sleep(10.0)
+        assert sleeping(scene) == [(), ()]
+        assert await scene.generations() == [RUNNING, RUNNING]
+
+    play([worker(1, {"flush_cache": {1: Step(latency_s=1.0)}}), worker(2)], scenario)
 
 
 async def member(scene: Scene, number: int) -> MemberView:

@@ -34,6 +34,7 @@ from rlbus.schemas import (
     ReceiveWeights,
     Rendezvous,
     ResumeGeneration,
+    StartUpdate,
     TensorSpec,
     UnloadLora,
     Version,
@@ -411,6 +412,23 @@ def test_end_leaves_these_weights_and_this_to_clean_up(
     assert (after.weights, actions) == (weights, cleanup)
     assert after.running == Running("op", body)
     assert decide(after, SessionClosed())[0].weights in (weights, DIRTY)
+
+
+def test_received_update_that_fails_and_stays_open_is_not_committed_after_all() -> None:
+    """Its first commit failed, and so did the engine's abort: only that can be tried again."""
+    after, _ = decide(running(OPEN, COMMIT), TOUCHED)
+    after = replace(after, running=None)
+    assert after.session is not None
+    assert refusal(after, arrived(COMMIT)) is FaultCode.WRONG_STATE
+    assert refusal(after, arrived(ABORT)) is None
+
+
+def test_start_that_cannot_give_up_what_was_received_leaves_torn_weights() -> None:
+    """Another trainer's start, over an update of ours that nobody committed."""
+    received, _ = decide(running(READY, RECEIVE), Ended("op", NOW))
+    starting = replace(received, running=Running("start", StartUpdate()))
+    after, actions = decide(starting, Ended("start", NOW, FAULT))
+    assert (after.weights, actions) == (DIRTY, CLOSE)
 
 
 def test_first_byte_makes_weights_updating_and_owes_a_flush() -> None:

@@ -9,6 +9,7 @@ import pytest
 from rlbus.schemas import (
     ApplyUpdate,
     CommitWeights,
+    Fault,
     FaultCode,
     FinishUpdate,
     Generation,
@@ -161,6 +162,75 @@ def test_a_failed_one_leaves_what_was_or_torn_weights_and_no_open_update(step: S
         assert not rig.engine.is_torn
 
     on_worker(scenario, {"update_native": {1: step}})
+
+
+# An engine that speaks of this call alone.
+LIES = Step(fault=Fault(code=FaultCode.ENGINE_FAILED, message="scripted failure"), claims_touched=False)
+
+
+@pytest.mark.parametrize(
+    ("verb", "step", "body"),
+    [
+        ("update_native", {2: LIES}, brings(3)),
+        ("finish_native", {1: LIES}, FinishUpdate(version=V2)),
+        ("abort_update", {1: failing()}, StartUpdate()),
+    ],
+    ids=["another part", "its end", "another start"],
+)
+def test_what_fails_untouched_after_a_part_that_came_leaves_torn_weights(
+    verb: str, step: dict[int, Step], body: ApplyUpdate | FinishUpdate | StartUpdate
+) -> None:
+    """The new bytes are in place, so the old version would be a lie; a whole update heals them."""
+
+    async def scenario(rig: Rig) -> None:
+        await updated(rig, V1)
+        rig.engine.calls.clear()
+        await begun(rig)
+        assert (await rig.send(brings(2))).status is ResultStatus.OK
+        assert (await rig.send(body)).status is ResultStatus.FAILED
+        assert (weights(rig), rig.agent.state.weights.last_good) == ((WeightsState.DIRTY, None), V1)
+        assert rig.agent.state.session is None
+        assert code_of(await rig.send(ResumeGeneration())) is FaultCode.DIRTY
+        await rig.send(StartUpdate())
+        await rig.send(brings_whole(2))
+        assert (await rig.send(FinishUpdate(version=V2))).status is ResultStatus.OK
+        assert weights(rig) == (WeightsState.CLEAN, V2)
+
+    on_worker(scenario, {verb: step})
+
+
+def test_shutdown_over_a_second_part_that_waits_leaves_torn_weights() -> None:
+    """The trainer never sends it: the engine says that nothing came, of that part."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        assert (await rig.send(brings(2))).status is ResultStatus.OK
+        stuck = rig.post(brings(3))
+        await stuck.until(lambda sent: sent.is_accepted)
+        assert (await rig.send(ShutdownTransfer())).status is ResultStatus.OK
+        assert (await stuck.result()).status is ResultStatus.FAILED
+        assert weights(rig) == (WeightsState.DIRTY, None)
+
+    on_worker(scenario, {"update_native": {2: Step(hangs=True, claims_touched=False)}})
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["part", "second part"])
+def test_failed_update_that_the_engine_does_not_close_is_not_finished_by_a_part(is_late: bool) -> None:
+    """Nothing that came before the failure counts; the model as a whole heals, also within the same update."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        if is_late:
+            await rig.send(brings_whole(2))
+        assert (await rig.send(brings(2))).status is ResultStatus.FAILED
+        assert rig.agent.state.session is not None
+        assert weights(rig)[0] is WeightsState.DIRTY
+        assert (await rig.send(brings_whole(2, num_tensors=1))).status is ResultStatus.OK
+        assert code_of(await rig.send(FinishUpdate(version=V2))) is FaultCode.TRANSFER_FAILED
+        assert weights(rig) == (WeightsState.DIRTY, None)
+
+    steps = {1 + is_late: failing(after_parts=1)}
+    on_worker(scenario, {"update_native": steps, "abort_update": {1: failing()}})
 
 
 @pytest.mark.parametrize(

@@ -244,11 +244,60 @@ def test_finish_that_fails_inside_a_rank_is_a_failure_and_can_be_aborted(tmp_pat
             await updates.finish(V1)
         assert caught.value.weights_touched
         assert llm.label == "default"
-        with pytest.raises(UpdateFailedError):
+        with pytest.raises(UpdateFailedError) as again:
             await updates.finish(V1)
+        assert again.value.weights_touched
         await updates.abort()
         assert llm.label == TORN
         assert llm.calls == ["start", "update", "finish", "label", "start", "finish"]
+
+    llm = FakeLLM()
+    on_updates(llm, tmp_path, check)
+
+
+async def begin(updates: Updates, llm: FakeLLM) -> None:
+    """A first part that came."""
+    await receive(updates)
+    llm.calls.clear()
+
+
+def test_next_part_of_an_update_is_a_session_of_its_own_and_torn_until_the_end(tmp_path: Path) -> None:
+    """vLLM refuses a start while one is open; no folder of a part is left behind."""
+
+    async def check(updates: Updates) -> None:
+        await begin(updates, llm)
+        await receive(updates, V2)
+        assert llm.label == TORN
+        await updates.finish(V2)
+        assert llm.calls == ["finish", "label", "start", "update", "finish", "label"]
+        assert llm.label == str(V2)
+
+    llm = FakeLLM()
+    on_updates(llm, tmp_path, check)
+    assert [path.name for path in next(tmp_path.iterdir()).iterdir()] == []
+
+
+@pytest.mark.parametrize("wrong", ["nothing came", "no group", "no end of the first"])
+def test_part_that_fails_untouched_after_one_that_came_leaves_the_engine_torn(tmp_path: Path, wrong: str) -> None:
+    """The bytes of the earlier one are in place, and the engine's label says so."""
+
+    async def check(updates: Updates) -> None:
+        await begin(updates, llm)
+        match wrong:
+            case "nothing came":
+                llm.updated = failing(0, touched=False)
+            case "no end of the first":
+                llm.finished = failing(0, touched=True)
+        with pytest.raises(UpdateFailedError) as caught:
+            await receive(updates, V2, epoch=2 if wrong == "no group" else 1)
+        assert caught.value.weights_touched
+        llm.finished = lambda rank: RankOutcome()
+        await updates.abort()
+        assert llm.label == TORN
+        llm.updated = FakeLLM.updated
+        await receive(updates)
+        await updates.finish(V1)
+        assert llm.label == str(V1)
 
     llm = FakeLLM()
     on_updates(llm, tmp_path, check)
