@@ -84,7 +84,8 @@ async def load(engine: LoraEngine, op_id: str, body: LoadLora, around: Surroundi
             around.apply(LoraBegins(adapter_of(body, None)))
         _see(around, residents)
         return loras_data(around.state, residents)
-    in_use = frozenset(a.checksum for a in around.state.adapters)
+    # An agent before this one may have brought what the engine, which outlived it, still reads.
+    in_use = frozenset(a.checksum for a in around.state.adapters).union(r.files for r in residents if r.files)
     folder = await around.lora_files.bring(body.source, body.checksum, in_use)
     evicted, num_aborted = await _evict(engine, op_id, body.name, plan, around)
     around.apply(LoraBegins(adapter_of(body, plan.replaces), plan.replaces))

@@ -59,8 +59,8 @@ class FakeLoras:
     def residents(self) -> tuple[Resident, ...]:
         """What there is."""
         ours = [
-            Resident(*key, len(self._requests.naming(lora_id(*key))), is_draining=key in self.draining)
-            for key in self.sums
+            Resident(*key, len(self._requests.naming(lora_id(*key))), is_draining=key in self.draining, files=checksum)
+            for key, checksum in self.sums.items()
         ]
         return (*ours, *(Resident(name, None) for name in self.foreign))
 

@@ -10,7 +10,7 @@ caches are keyed by revision, not by name); a request that names a revision that
 answered by the base model; an update or reload of the base weights leaves the adapters loaded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -36,13 +36,15 @@ class LoraInfo:
 class Resident:
     """An adapter that the engine has now. `revision` None: its name is no "name@revision", somebody else loaded it.
 
-    `num_in_flight` is how many requests name it, waiting ones included; None: the engine can't say.
+    `num_in_flight` is how many requests name it, waiting ones included; None: the engine can't say. `files` is the name
+    of the folder that it was loaded from, which has to stay; None: the engine doesn't say.
     """
 
     name: str
     revision: int | None
     num_in_flight: int | None = None
     is_draining: bool = False
+    files: str | None = field(default=None, compare=False)
 
 
 class LoraEngine(Protocol):

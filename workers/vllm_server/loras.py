@@ -153,7 +153,12 @@ class VllmLoras:
         numbers = await self._numbers()
         ours = {request.lora_int_id for request in self._ours.values()}
         found = [
-            Resident(*key, self._num_in_flight(request.lora_int_id), is_draining=key in self._draining)
+            Resident(
+                *key,
+                self._num_in_flight(request.lora_int_id),
+                is_draining=key in self._draining,
+                files=Path(request.lora_path).name,
+            )
             for key, request in self._ours.items()
             if request.lora_int_id in numbers and (key in self._draining or self._is_named(key))
         ]

@@ -1,6 +1,7 @@
 """Loads and unloads of adapters through the agent's rules, with the fake engine, in virtual time."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_heartbeat_says_which_adapters_there_are_and_a_restarted_engine_has_none
                 assert told(rig) == (4, ("policy@7",))
 
     run(main())
+
+
+def test_files_that_an_agent_before_brought_stay_as_long_as_the_engine_has_the_adapter(tmp_path: Path) -> None:
+    """A sidecar that was started again knows of no adapter yet; the server reads them again when it needs room."""
+
+    async def scenario(rig: Rig) -> None:
+        before = publish(tmp_path, 6)
+        assert (await rig.send(before)).status is ResultStatus.OK
+        rig.agent._state = replace(rig.agent.state, adapters=())
+        assert (await rig.send(publish(tmp_path, 7))).status is ResultStatus.OK
+        kept = {p.name for p in (tmp_path / "cache").glob("*/*")}
+        assert before.checksum in kept
+        assert len(kept) == 2
+
+    play(tmp_path, scenario, lora_cache_bytes=15)
 
 
 def test_same_load_again_is_ok_and_changes_nothing(tmp_path: Path) -> None:
