@@ -90,7 +90,7 @@ class Journal:
                 except DecodeError as exc:
                     _log.error("journal: %s; left alone", exc)
         self._kept.clear()
-        for one in sorted(kept, key=lambda k: k.entry.item.began_at):
+        for one in sorted(kept, key=lambda k: (k.entry.item.term, k.entry.item.began_at)):
             self._kept[one.entry.item.op_id] = one
         mark = await self._kv.get(VERSION_KEY)
         if mark is not None:
@@ -121,6 +121,7 @@ class Journal:
         name: str,
         members: tuple[WorkerId, ...],
         *,
+        fleet: Version | None = None,
         before: tuple[MemberBefore, ...] = (),
         held: tuple[WorkerId, ...] = (),
         version: Version | None = None,
@@ -144,7 +145,8 @@ class Journal:
             epoch=epoch,
             what=what,
         )
-        kept = _Kept(JournalEntry(item=item, request=request, members=members, before=before, held=held), None)
+        entry = JournalEntry(item=item, request=request, members=members, fleet=fleet, before=before, held=held)
+        kept = _Kept(entry, None)
         self._kept[request.op_id] = kept
         self._forget_oldest()
         key = _key(request.op_id)

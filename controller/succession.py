@@ -53,16 +53,17 @@ def _before(member: Member, request: Any) -> MemberBefore:
     return MemberBefore(boot_id=member.boot_id, version=version, asleep=member.status.asleep)
 
 
-def _may_go_back(entry: JournalEntry) -> bool:
-    """Whether it may give a version below the fleet's."""
-    return isinstance(entry.request, UpdateWeights | ReloadFleet) and entry.request.allow_rollback
+def _went_back(entry: JournalEntry, known: Version) -> bool:
+    """Whether it was to set the fleet back from `known`. From a version that the fleet got after it, it didn't."""
+    may_go_back = isinstance(entry.request, UpdateWeights | ReloadFleet) and entry.request.allow_rollback
+    return may_go_back and entry.fleet == known and entry.item.version != known
 
 
 def _gave_version(entry: JournalEntry) -> bool:
     """Whether some worker has its version from this op, by its report."""
     if entry.report is None or entry.item.version is None or keeps_version(entry.request):
         return False
-    return any(o.outcome is Outcome.OK for o in entry.report.outcomes)
+    return entry.item.num_ok > 0  # a report that was too large has no outcomes
 
 
 class Succession:
@@ -131,7 +132,7 @@ class Succession:
         version, mark = entry.item.version, self.journal.mark
         known = None if mark is None else max(mark.version, mark.rolled_back_from or mark.version)
         if mark is not None and known is not None and version <= known:
-            if mark.version == version or not _may_go_back(entry):
+            if not _went_back(entry, mark.version):
                 return
             self._registry.restore(version, known)
         else:
@@ -169,7 +170,7 @@ class Succession:
             fleet, known = self._registry.version, self._catch_ups.snapshot
             if fleet is not None and fleet == entry.item.version and (known is None or known.version != fleet):
                 version = fleet  # somebody said that it had it, and is gone since
-            is_newest = version is not None and (fleet is None or version >= fleet or _may_go_back(entry))
+            is_newest = version is not None and (fleet is None or version >= fleet or _went_back(entry, fleet))
             if version is not None and is_newest and not keeps_version(entry.request):
                 self._on_committed(version, entry.request)
             return report
@@ -194,10 +195,10 @@ class Succession:
     ) -> Record:
         """What writes an op down before it begins."""
         names = tuple(m.worker for m in members)
-        before = tuple(_before(m, request) for m in members)
+        before, fleet = tuple(_before(m, request) for m in members), self._registry.version
         paused = tuple(sorted(held))
         return lambda: self.journal.begin(
-            request, name, names, before=before, held=paused, version=version, epoch=epoch, what=what
+            request, name, names, fleet=fleet, before=before, held=paused, version=version, epoch=epoch, what=what
         )
 
     def note_phase(self, state: UpdateState) -> None:

@@ -8,7 +8,7 @@ already; torn ones stay paused. Every command carries the new term, so nothing t
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from rlbus.controller.answers import StepAnswer, unknown
@@ -62,6 +62,8 @@ PHASE = "take over"
 # How long a member that nobody has heard since this leader began is waited for, in seconds. Source: workers try to
 # connect at least every 5 s (rlbus._supervised.BACKOFF_MAX_S), and what this op has paused holds for 30 s.
 REJOIN_S = 6.0
+# How often a pause or a sleep is taken back: who was silent at first may be heard when the others are let go.
+NUM_UNDOS = 2
 # The phase of the journal from which on `verified` may be committed.
 COMMIT_PHASE = "commit"
 # Weights that nobody may serve. Unknown ones are not among them: so are those that a worker was started with.
@@ -88,7 +90,7 @@ class TakeOver:
         self._before = dict(zip(entry.members, entry.before, strict=False))
         # Who stays paused at the end, whatever becomes of the lease: its weights are whole, and others have newer ones.
         self._kept: list[WorkerId] = []
-        # Whether a sleep was undone.
+        # Whether a pause or a sleep was undone.
         self._is_taken_back = False
         # What each member says of itself; who isn't there or doesn't answer has no place in it.
         self._seen: dict[WorkerId, WorkerStatus] = {}
@@ -106,6 +108,9 @@ class TakeOver:
             await self._await_members()
             await self._look()
             await self._settle()
+        # When no renewal of ours can come after it.
+        if isinstance(self._entry.request, PauseFleet):
+            await self._hold(self._entry.request)
         await keep(self._line, self._op.op_id, self._owner, self._kept)
         report = self._report()
         is_at = any(self._is_at_version(worker) for worker in self._seen)
@@ -211,25 +216,40 @@ class TakeOver:
         self._until_s = self._loop.time() + ENDING_S
 
     async def _settle_pause(self, request: PauseFleet) -> None:
-        """Everybody paused: it is done, for as long as was asked. Otherwise nobody is."""
+        """Everybody paused: it is done (`_hold`). Otherwise nobody is."""
         if not self._silent and all(self._is_paused_by(s, request.caller) for s in self._seen.values()):
-            body = RenewLease(owner=request.caller, lease_s=request.lease_s)
-            answers = await self._ask("keep", body, self._entry.members)
-            if all(answer.is_ok for answer in answers.values()):
-                return
-        mine = [w for w, s in self._seen.items() if w not in self._entry.held and self._is_held_by_op(s, request)]
-        await self._until_free("undo", ResumeGeneration(), mine)
-        await self._look()
+            return
+        await self._undo_pause(request)
+
+    async def _hold(self, request: PauseFleet) -> None:
+        """All are paused: for as long as was asked. When one of them isn't any more, nobody is."""
+        if self._is_taken_back:
+            return
+        body = RenewLease(owner=request.caller, lease_s=request.lease_s)
+        answers = await self._ask("keep", body, self._entry.members)
+        if not all(answer.is_ok for answer in answers.values()):
+            await self._look()
+            await self._undo_pause(request)
+
+    async def _undo_pause(self, request: PauseFleet) -> None:
+        self._is_taken_back = True
+        for _ in range(NUM_UNDOS):
+            mine = [w for w, s in self._seen.items() if w not in self._entry.held and self._is_held_by_op(s, request)]
+            await self._until_free("undo", ResumeGeneration(), mine)
+            await self._look()
 
     async def _settle_sleep(self, request: SleepFleet) -> None:
         """Everybody asleep: it is done. Otherwise those are woken that weren't before."""
         if not self._silent and all(self._sleeps(worker, request.tags) for worker in self._seen):
             return
         self._is_taken_back = True
-        slept = {worker: self._slept(worker) for worker in self._seen}
-        for tags, workers in by_tags(self._seen, slept, request.tags).items():
-            await self._until_free("undo", WakeUp(tags=tags), workers)
-        await self._look()
+        asked: Collection[WorkerId] = tuple(self._seen)  # also who is still falling asleep
+        for _ in range(NUM_UNDOS):
+            slept = {worker: self._slept(worker) for worker in asked}
+            for tags, workers in by_tags(asked, slept, request.tags).items():
+                await self._until_free("undo", WakeUp(tags=tags), workers)
+            await self._look()
+            asked = [w for w, status in self._seen.items() if not set(status.asleep).issubset(self._slept(w))]
 
     async def _free(self, *, may_be_old: bool) -> None:
         """Let go whom this op paused, as far as its weights and those of the others allow it."""
@@ -238,7 +258,7 @@ class TakeOver:
         for worker, status in self._seen.items():
             if self._view(status).state in TORN or not self._is_held_by_op(status, None):
                 continue
-            is_served = self._is_at_version(worker) or not has_new or may_be_old
+            is_served = self._has_version(worker) or not has_new or may_be_old
             (free if is_served else self._kept).append(worker)
         await self._until_free("free", ResumeGeneration(), free)
         await self._look()
@@ -381,7 +401,7 @@ class TakeOver:
     def _judge(self, worker: WorkerId, status: WorkerStatus) -> tuple[Outcome, Fault | None]:
         match self._entry.request:
             case PauseFleet() as request:
-                return (Outcome.OK if self._is_paused_by(status, request.caller) else Outcome.UNDONE), None
+                return self._judge_pause(worker, status, request)
             case ResumeFleet():
                 if status.generation is Generation.RUNNING:
                     return Outcome.OK, None
@@ -396,6 +416,14 @@ class TakeOver:
                 return Outcome.OK, None
             case _:
                 return Outcome.UNKNOWN, self._nobody_knows("whether it was done before the controller died isn't known")
+
+    def _judge_pause(self, worker: WorkerId, status: WorkerStatus, request: PauseFleet) -> tuple[Outcome, Fault | None]:
+        if not self._is_taken_back:
+            return (Outcome.OK if self._is_paused_by(status, request.caller) else Outcome.UNDONE), None
+        if worker not in self._entry.held and self._is_held_by_op(status, request):
+            message = "its controller died; it could not be let go, and stays paused until its lease ends"
+            return Outcome.FAILED, fault(FaultCode.CONTROLLER_LOST, message, generation="paused")
+        return Outcome.UNDONE, None
 
     def _judge_sleep(self, worker: WorkerId, status: WorkerStatus, request: SleepFleet) -> tuple[Outcome, Fault | None]:
         if not self._is_taken_back:

@@ -124,6 +124,7 @@ class TransferTakeOver(TakeOver):
         version = self._entry.item.version
         if version is None:
             return  # by an older release, which didn't write it down: nobody can say which weights are meant
+        await self._let_go(w for w in self._seen if self._is_at_version(w))  # no need to stand still for who hangs
         await self._await_idle()
         rest = [w for w in self._seen if not self._is_at_version(w) and not self._is_rebooted(w)]
         self._note(await self._asker.ask(PHASE, "finish", FinishUpdate(version=version), rest, is_final=True))

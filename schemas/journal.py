@@ -47,13 +47,15 @@ class MemberBefore(Wire, frozen=True, kw_only=True):
 class JournalEntry(Wire, frozen=True, kw_only=True):
     """One op: what was asked, of whom, how far it came, and its report once it has ended.
 
-    `before` is how the members were, in the same order. `held` are members that somebody else had paused before.
-    `verified` are those that have everything and the sender's checksums: whoever is named here may be committed.
+    `fleet` is the fleet's version before, `before` is how the members were, in their order. `held` are members that
+    somebody else had paused before. `verified` are those that have everything and the sender's checksums: whoever is
+    named here may be committed.
     """
 
     item: HistoryItem
     request: MutationRequest
     members: tuple[WorkerId, ...]
+    fleet: Version | None = None
     before: tuple[MemberBefore, ...] = ()
     held: tuple[WorkerId, ...] = ()
     verified: tuple[WorkerId, ...] = ()

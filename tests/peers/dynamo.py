@@ -182,6 +182,15 @@ class Dynamo:
             return answer.is_success and bool(answer.json()["data"])
         return False
 
+    def served(self) -> set[str]:
+        """What the front end serves besides the base model."""
+        answer = httpx.get(f"{self.http_url}/v1/models", timeout=10.0, trust_env=False).json()
+        return {model["id"] for model in answer["data"]} - {str(self.model)}
+
+    def until_served(self, name: str) -> None:
+        """Wait until the front end serves an adapter: it hears of it after the worker has it."""
+        self.workers[-1].until(lambda: name in self.served())
+
     def tokens(
         self, num_tokens: int = 12, prompt: tuple[int, ...] = (5, 6, 7, 8), model: str | None = None
     ) -> list[int]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from rlbus.server import EmbeddedServer
@@ -35,8 +34,7 @@ class Scene:
 
     def models(self) -> set[str]:
         """What Dynamo's front end shows besides the base model."""
-        answer = httpx.get(f"{self.dynamo.http_url}/v1/models", timeout=10.0, trust_env=False).json()
-        return {model["id"] for model in answer["data"]} - {str(self.dynamo.model)}
+        return self.dynamo.served()
 
 
 def play(scenario: Any, folder: Path, programs: Programs) -> None:

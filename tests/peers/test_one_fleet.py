@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlbus.schemas import LORA_ROUTES
 from rlbus.sync import Trainer
 from rlbus.workers.torch_lm.make import make_tiny_adapter, make_tiny_model, merge_tiny_adapter
 from rlbus.workers.torch_lm.model import load_model
@@ -58,8 +59,8 @@ class Scene:
 
     def _start_dynamo(self) -> Program:
         self.dynamo.start_frontend()
-        self._dynamo_worker = self.dynamo.start_worker(*GLOO)
-        return self._worker("dynamo", "--discovery", self.dynamo.rl_url, *self.roots)
+        self._dynamo_worker = self.dynamo.start_worker(*GLOO, *dynamo.lora_options(2), env=dynamo.LORA_ENV)
+        return self._worker("dynamo", "--discovery", self.dynamo.rl_url, "--max-loras", "1", *self.roots)
 
     def _start_plugin(self) -> Program:
         """`rlbus worker vllm`: the agent lives in the server."""
@@ -69,7 +70,7 @@ class Scene:
     def _start_http(self) -> Program:
         """A server of somebody else's, and a sidecar of ours."""
         port = free_port()
-        self.programs.start_vllm(self.model, port, *GLOO)
+        self.programs.start_vllm(self.model, port, *GLOO, *LORA)
         return self._worker("vllm-http", "--url", f"http://127.0.0.1:{port}", "--instance-id", "2", *self.roots)
 
     def _start_grpc(self) -> Program:
@@ -138,13 +139,13 @@ def test_what_an_engine_has_not_is_not_advertised(scene: Scene) -> None:
     """So that nobody finds out by a command that fails half way (docs/engines.md, the cells that say no)."""
     members = scene.members()
     no_sleep = {"sleep", "wake_up"}
-    not_from_outside = {*no_sleep, "load_lora", "unload_lora", "list_loras", "init_weight_transfer_engine"}
-    for worker in scene.workers:
-        lacks = no_sleep if worker == PLUGIN else not_from_outside
-        assert not lacks & set(members[worker]["descriptor"]["routes"]), worker
+    not_from_outside = {*no_sleep, "init_weight_transfer_engine"}
+    lacks = dict.fromkeys(scene.workers, not_from_outside) | {PLUGIN: no_sleep, GRPC: {*not_from_outside, *LORA_ROUTES}}
+    for worker, routes in lacks.items():
+        assert not routes & set(members[worker]["descriptor"]["routes"]), worker
     loras = {worker: member["status"]["loras"] for worker, member in members.items()}
-    assert loras.pop(PLUGIN)["can_hot_swap"] is False
-    assert set(loras.values()) == {None}
+    assert loras.pop(GRPC) is None
+    assert {worker: has["can_hot_swap"] for worker, has in loras.items()} == dict.fromkeys(loras, False)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
@@ -192,26 +193,28 @@ def agree(scene: Scene, version: list[int]) -> None:
 
 
 def test_an_adapter_goes_to_those_that_can_and_who_can_not_is_named(scene: Scene) -> None:
-    """For all it is refused as a whole, with what to do; for who can it is one command; the list shows both kinds."""
+    """For all it is refused as a whole, with what to do; for who can it is one command, and each generates with it."""
     adapter = make_tiny_adapter(scene.folder / "adapter", scene.model, seed=1)
     load = ("lora", "load", "policy", "--from", str(adapter))
     refused = scene.fleet.rlbus(*load, expected=(3,))["error"]
     assert refused["code"] == "no_route"
-    for who in (f"{HTTP} (vllm_http)", f"{GRPC} (vllm_grpc)", f"{scene.dynamo_worker} (dynamo)"):
-        assert who in refused["message"]
-    assert refused["message"].endswith(
-        f"don't serve load_lora; address those that do (--worker, --component): {PLUGIN}; "
-        "or load it only where that is possible (--where-possible) [no_route]"
-    )
+    assert f"{GRPC} (vllm_grpc)" in refused["message"]
+    assert refused["message"].endswith("; or load it only where that is possible (--where-possible) [no_route]")
     scene.until_all("running")
 
-    report = scene.fleet.rlbus(*load, "-w", PLUGIN)
+    report = scene.fleet.rlbus(*load, "--where-possible")
     assert report["lora"]["ids"] == ["policy@1"]
+    takers = scene.workers - {GRPC}
+    outcomes = {one["worker"]: one["outcome"] for one in report["outcomes"]}
+    assert outcomes == {**dict.fromkeys(takers, "ok"), GRPC: "skipped"}
     merged = greedy(merge_tiny_adapter(scene.folder / "merged", scene.model, adapter))
-    assert completion(scene.urls[PLUGIN], "policy@1", num_tokens=NUM_TOKENS) == merged
+    for worker in (PLUGIN, HTTP):
+        assert completion(scene.urls[worker], "policy@1", num_tokens=NUM_TOKENS) == merged
+    scene.dynamo.until_served("policy@1")
+    assert scene.dynamo.tokens(NUM_TOKENS, PROMPT, "policy@1") == merged
     listed = scene.fleet.rlbus("lora", "list")
     assert [(one["name"], one["revision"]) for one in listed["loras"]] == [("policy", 1)]
-    assert [one["worker"] for one in listed["report"]["outcomes"]] == [PLUGIN]
+    assert {one["worker"] for one in listed["report"]["outcomes"]} == takers
     # Whom it isn't meant for lacks nothing.
     assert not any(member["loras_behind"] for member in scene.members().values())
     assert scene.tokens() == dict.fromkeys(scene.workers, greedy(scene.model))

@@ -350,6 +350,7 @@ EXAMPLES += (
             item=HISTORY_ITEM,
             request=s.FlushFleet(**ASKED, target=TARGET),
             members=(s.worker_id("backend", "7"),),
+            fleet=V2,
             before=(s.MemberBefore(boot_id="b1", version=V1, asleep=(s.SleepTag.KV_CACHE,)),),
             held=(s.worker_id("backend", "7"),),
             verified=(s.worker_id("backend", "7"),),

@@ -229,12 +229,20 @@ class Updates:
         earlier = self._session
         is_touched = earlier is not None and self._is_touched(earlier)
         if earlier is not None:
-            if earlier.is_open:
+            if earlier.is_open and is_touched and earlier.folder is not None:
                 await self._put_together(earlier, TORN)  # the ranks forget with it what has come
+            elif earlier.is_open:  # nothing came in it: it was opened to clean up, or never begun
+                await self._give_up(earlier, is_touched)
             self._end(earlier)
         session = self._session = _Session(self._exchange.open("update"), is_draft)
         session.is_touched = is_touched
         return session
+
+    async def _give_up(self, session: _Session, is_touched: bool) -> None:
+        try:
+            await self._close(session)
+        except FaultError as exc:
+            raise UpdateFailedError(exc.fault, is_touched) from exc
 
     async def _open(self, session: _Session) -> None:
         async def start() -> None:

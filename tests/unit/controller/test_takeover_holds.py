@@ -18,7 +18,7 @@ from rlbus.schemas import (
     Version,
     worker_id,
 )
-from rlbus.testing import MemoryTransport
+from rlbus.testing import Faults, MemoryTransport
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller.failover_stage import Stage, play
@@ -153,3 +153,70 @@ def test_what_slept_before_sleeps_when_a_sleep_is_taken_back_by_a_new_leader() -
         assert stage.workers[0].agent.status().asleep == (SleepTag.KV_CACHE,)
 
     play([worker(1), worker(2)], scenario)
+
+
+def test_a_mark_that_is_newer_than_the_last_rollback_stays() -> None:
+    """The fleet's version came from elsewhere since: whoever leads next doesn't set the fleet back once more."""
+
+    async def scenario(stage: Stage) -> None:
+        kept = stage.broker.buckets["state"].kept
+        assert (await stage.update(5)).status is OpStatus.OK
+        assert (await stage.update(3, allow_rollback=True)).status is OpStatus.OK
+        before = set(kept)
+        assert (await stage.update(9)).status is OpStatus.OK
+        await asyncio.sleep(1.0)
+        for key in set(kept) - before:  # its op; the workers said so by themselves, say
+            del kept[key]
+        stage.kill(stage.processes[0])
+        await stage.leader()
+        await asyncio.sleep(1.0)
+        view = await stage.client.status()
+        assert view.version == Version(step=9)
+        assert [m.admitted for m in view.members] == [True, True]
+
+    play([worker(1), worker(2)], scenario)
+
+
+def test_who_had_the_version_already_is_let_go_when_the_others_have_it(tmp_path: Path) -> None:
+    """A folder that one of two has is loaded by both, and the leader dies: nobody at the version stays paused."""
+
+    async def scenario(stage: Stage) -> None:
+        first, version = Target(workers=(worker_id("backend", "1"),)), Version(step=7)
+        assert (await stage.client.reload(str(tmp_path), version=version, target=first)).status is OpStatus.OK
+        asyncio.get_running_loop().call_later(3.0, stage.kill, stage.processes[0])
+        report = await stage.client.reload(
+            str(tmp_path), version=version, allow_rollback=True, deadline_s=60.0, check=False
+        )
+        assert outcomes(report) == {"1": "unknown", "2": "ok"}
+        assert await stage.generations() == [RUNNING, RUNNING]
+
+    FakeEngine().save(tmp_path, Version(step=7))
+    play([loader(1, tmp_path, Step()), loader(2, tmp_path, Step(latency_s=12.0))], scenario)
+
+
+@pytest.mark.parametrize("away_s", [(3.5, 4.0, 2.2), (3.5, 5.0, 1.6)], ids=["slow", "silent at first"])
+def test_a_pause_that_a_new_leader_finishes_is_as_long_as_was_asked_or_none_at_all(
+    away_s: tuple[float, float, float],
+) -> None:
+    """Worker 2 is away and then slow, so that looks, renewals and the hold itself overtake each other."""
+    leaves_s, returns_s, delay_s = away_s
+
+    async def scenario(stage: Stage) -> None:
+        loop, transport = asyncio.get_running_loop(), stage.workers[1].worker_bus.transport
+        assert isinstance(transport, MemoryTransport)
+        loop.call_later(1.0, stage.kill, stage.processes[0])
+        loop.call_later(leaves_s, stage.broker.partition, transport)
+
+        def returns() -> None:
+            stage.broker.heal(transport)
+            transport.faults = Faults(delay_s=(delay_s, delay_s))
+
+        loop.call_later(returns_s, returns)
+        report = await stage.client.pause(deadline_s=60.0, lease_s=3600.0, check=False)
+        transport.faults = Faults()
+        await asyncio.sleep(LEASES_END_S)
+        is_held = report.status is OpStatus.OK
+        assert "ok" not in outcomes(report).values() or is_held
+        assert await stage.generations() == [PAUSED if is_held else RUNNING] * 2
+
+    play([worker(1), worker(2, {"pause": {1: Step(latency_s=2.0)}})], scenario)

@@ -1,6 +1,7 @@
 """Group, transfer, finish, abort and reload on a stand-in for vLLM with two ranks."""
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import Awaitable, Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlbus.errors import EngineError
+from rlbus.errors import EngineError, FaultError
 from rlbus.schemas import Fault, FaultCode, GroupPlan, RankSpan, Rendezvous, TensorSpec, TensorSum, Version
 from rlbus.testing import run
 from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
@@ -25,15 +26,15 @@ TENSORS = (TensorSpec(name="w", dtype="float32", shape=(2,)),)
 V1, V2 = Version(step=1), Version(step=2)
 
 
-def plan(epoch: int = 1) -> GroupPlan:
-    """One trainer rank and two of ours."""
+def plan(epoch: int = 1, num_ranks: int = 2) -> GroupPlan:
+    """One trainer rank and those of ours."""
     return GroupPlan(
         epoch=epoch,
         group_id="g",
         backend="gloo",
         num_trainer_ranks=1,
-        world_size=3,
-        spans=(RankSpan(component="backend", instance_id="1", first=1, num_ranks=2),),
+        world_size=1 + num_ranks,
+        spans=(RankSpan(component="backend", instance_id="1", first=1, num_ranks=num_ranks),),
         rendezvous=Rendezvous(host="127.0.0.1", port=1, prefix="g"),
         bucket_bytes=16,
         timeout_s=10.0,
@@ -51,14 +52,15 @@ def on_updates(llm: FakeLLM, tmp_path: Path, check: Callable[[Updates], Awaitabl
     async def main() -> None:
         updates = Updates(
             llm,
-            EngineCalls(llm, 2),
+            EngineCalls(llm, llm.world_size),
             Exchange(str(tmp_path)),
-            world_size=2,
+            world_size=llm.world_size,
             first_dp_index=0,
             expected=expect(TENSORS, is_head_tied=False, source="test"),
             has_transfer=llm.backend is not None,
         )
-        await updates.join(plan(), plan().spans[0])
+        group = plan(num_ranks=llm.world_size)
+        await updates.join(group, group.spans[0])
         llm.calls.clear()
         await check(updates)
 
@@ -331,6 +333,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
     return tmp_path_factory.mktemp("checkpoint")
+
+
+def test_update_after_a_reload_that_could_not_be_cleaned_up_begins_with_that(tmp_path: Path, checkpoint: Path) -> None:
+    """The session that was opened for it has no folder, and nothing came in it."""
+    save(checkpoint)
+
+    async def check(updates: Updates) -> None:
+        llm.raises |= {"reload_weights": "no space", "finish": "not now"}
+        with pytest.raises(UpdateFailedError):
+            await updates.load(str(checkpoint), V1)
+        with contextlib.suppress(FaultError):
+            await updates.abort()
+        llm.raises.clear()
+        await begin(updates, llm)
+        await updates.finish(V2)
+        assert llm.label == str(V2)
+
+    llm = FakeLLM(world_size=1)
+    on_updates(llm, tmp_path, check)
 
 
 def test_folder_is_loaded_and_labelled(tmp_path: Path, checkpoint: Path) -> None:
