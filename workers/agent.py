@@ -391,10 +391,11 @@ class Agent:
             self._heartbeat.soon()
 
     def _take(self, command: Command, reply: str | None, route: str, is_unicast: bool) -> None:
-        if (known := self.refusals.find(command)) is not None:
+        record = self.journal.find(command.op_id)
+        # What has run says more than a refusal of it before.
+        if record is None and (known := self.refusals.find(command)) is not None:
             self.refuse(command, reply, known)
             return
-        record = self.journal.find(command.op_id)
         tensors, outside = (None, None) if record is not None else self._look_outside(command)
         now = self._bus.clock.now()
         arrived = Arrived(command, route, is_unicast, now, record, tensors, outside)

@@ -56,7 +56,9 @@ def test_a_second_copy_of_a_refused_command_is_refused_though_it_could_be_done_b
 
 
 def test_a_late_copy_of_a_command_that_found_the_worker_busy_is_refused_as_the_first_was() -> None:
-    """It is free by then, and nobody would wake it. The same op, asked for again at another time, is done."""
+    """It is free by then, and nobody would wake it. The same op, asked for again at another time, is done; who asks for
+    that then, by whatever copy, hears so.
+    """
 
     async def scenario(rig: Rig) -> None:
         running = rig.post(FlushCache())
@@ -71,7 +73,7 @@ def test_a_late_copy_of_a_command_that_found_the_worker_busy_is_refused_as_the_f
         assert not rig.engine.memory.asleep
         assert (await rig.send(Sleep(), op_id="s", expires_in_s=30.0)).status is ResultStatus.OK
         late = await rig.send(Sleep(), op_id="s", expires_in_s=until - rig.bus.clock.now())
-        assert late.fault == first.fault
+        assert late.status is ResultStatus.OK
 
     on_worker(scenario, {"flush_cache": {1: Step(latency_s=1.0)}})
 
