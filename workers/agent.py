@@ -26,13 +26,14 @@ from rlbus.schemas import (
     GenerationResumed,
     Goodbye,
     LorasData,
+    PauseGeneration,
     PrepareWeightsUpdate,
     TensorSpec,
     WorkerStatus,
     route_of,
 )
 from rlbus.transfer.manifest import ManifestBook
-from rlbus.workers.adoption import adopt, own_pause
+from rlbus.workers.adoption import adopt
 from rlbus.workers.answers import Answers, bad_message, find_op_id
 from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
@@ -46,7 +47,7 @@ from rlbus.workers.entrance import Entrance
 from rlbus.workers.facts import facts, is_visible
 from rlbus.workers.heartbeat import Heartbeat
 from rlbus.workers.journal import Journal, Record
-from rlbus.workers.leases import OWN_OP_S, work_of
+from rlbus.workers.leases import OWN_OP_S, retried, work_of
 from rlbus.workers.ledger import Ledger, come_back, noted
 from rlbus.workers.lifecycle import decide, is_mutation, served_routes
 from rlbus.workers.lora_calls import lora_engine
@@ -68,10 +69,12 @@ from rlbus.workers.moves import (
     TakeBack,
 )
 from rlbus.workers.observation import Observer, drift
+from rlbus.workers.parting import let_go
 from rlbus.workers.preconditions import manifest_problem
 from rlbus.workers.refusals import Refusals
 from rlbus.workers.slot import Slot
 from rlbus.workers.state import WorkerState
+from rlbus.workers.torn_found import TornFound
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -150,9 +153,10 @@ class Agent:
             self._adopt(before)
         elif ledger is not None:
             self._remember(ledger)
-        self._found = engine.found if before is None and isinstance(engine, FoundEngine) else None
-        if self._found is not None:
-            self._go_on_from(self._found, ledger)
+        found = engine.found if before is None and isinstance(engine, FoundEngine) else None
+        self._torn_found = TornFound(self, found, bus.new_id)
+        if found is not None:
+            self._go_on_from(found, ledger)
         who = f"{namespace}.{component}.{instance_id}"
         self.lora_files: LoraFiles = LoraFiles(self._config, bus, who, None if before is None else before.lora_files)
         self._loras = LoraWatch(None if lora_info is None else lora_engine(engine), self, self._config)
@@ -203,7 +207,7 @@ class Agent:
         unwatch = self._bus.watch_connection(self._on_connection)
         drain_s = 0.0
         self._arm_lease()
-        self._stop_torn()
+        self._torn_found.begin()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._heartbeat.run()), group.create_task(self._loras.run())]
             try:
@@ -290,17 +294,16 @@ class Agent:
         weights, held = self._state.weights, "paused" if found.is_paused else "running"
         _log.info("the engine was found %s; its weights are %s at %s", held, weights.state.value, weights.version)
 
-    def _stop_torn(self) -> None:
-        """Nothing generates on weights that were found torn: pause it, by an op like any other."""
-        own = None if self._found is None else own_pause(self._found, self._bus.new_id())
-        if own is not None:
-            op_id, body = own
-            expires_at = self._bus.clock.now() + OWN_OP_S
-            command = Command(op_id=op_id, term=self._state.term, expires_at=expires_at, body=body)
-            self.take(command, None, route_of(body))
+    def submit(self, op_id: str, body: PauseGeneration) -> None:
+        """Take a command of the agent's own."""
+        expires_at = self._bus.clock.now() + OWN_OP_S
+        command = Command(op_id=op_id, term=self._state.term, expires_at=expires_at, body=body)
+        self.take(command, None, route_of(body))
 
     def _adopt(self, before: "Agent") -> None:
-        self._state = replace(before.state, running=None, queued=None)
+        state = replace(before.state, running=None, queued=None)
+        has_ended = state.lease is not None and state.lease.end_op_id is not None
+        self._state = retried(state) if has_ended else state  # what its end asked for went with that agent
         self.refusals = before.refusals
         self.journal = before.journal
         self.journal.give_up(self.descriptor.component, self.descriptor.instance_id, before.boot_id)
@@ -476,6 +479,9 @@ class Agent:
         finally:
             if self._lease_timer is not None:
                 self._lease_timer.cancel()
+            self._torn_found.cancel()
+            if self.lost is None:
+                await let_go(self._engine, self._state, self._config)
             await self._beside.aclose()
             await self._observer.aclose()
             await self._loras.aclose()

@@ -343,6 +343,8 @@ def _failed(state: WorkerState, body: CommandBody, event: Ended) -> Decision:
         case Sleep():
             state, tags = sleeping.failed(state, body, event.is_touched)
             return state, (WakeAgain(tags), Cleanup.RESUME)
+        case WakeUp() if sleeping.may_run(state):
+            return sleeping.paused(state), ()  # all is awake, and only the resume has failed
         case InitGroup():
             return replace(state, epoch=None), (Cleanup.LEAVE_GROUP,)
         case PrepareWeightsUpdate():
@@ -379,10 +381,6 @@ def _paused(state: WorkerState, body: PauseGeneration, event: Ended) -> WorkerSt
 
 def _resumed(state: WorkerState, body: ResumeGeneration, event: Ended) -> WorkerState:
     return replace(state, pause=None, lease=None, prepared=None)
-
-
-def _slept(state: WorkerState, body: Sleep, event: Ended) -> WorkerState:
-    return sleeping.slept(state, body)
 
 
 def _flushed(state: WorkerState, body: FlushCache, event: Ended) -> WorkerState:
@@ -452,7 +450,8 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     PauseGeneration: _paused,
     ResumeGeneration: _resumed,
     FlushCache: _flushed,
-    Sleep: _slept,
+    Sleep: sleeping.slept,
+    WakeUp: sleeping.woke,
     InitGroup: _joined,
     DestroyGroup: _left,
     ReceiveWeights: _received,

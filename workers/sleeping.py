@@ -15,6 +15,8 @@ from rlbus.workers.state import Lease, WorkerState
 # Owner of the pause of a worker that woke without whole weights: an update may end it, as it may end one of an update
 # that failed. Source: rlbus.controller.op_ids.is_pause_of_op.
 PAUSE_SUFFIX = "-pause"
+# Of one that a wake leaves behind: the next wake may end it, too.
+_WAKE_SUFFIX = "-wake" + PAUSE_SUFFIX
 
 
 def meant(state: WorkerState, body: Sleep | WakeUp) -> frozenset[SleepTag]:
@@ -27,7 +29,7 @@ def discards(state: WorkerState, body: Sleep) -> bool:
     return body.level >= 2 and SleepTag.WEIGHTS in meant(state, body) - state.asleep
 
 
-def slept(state: WorkerState, body: Sleep) -> WorkerState:
+def slept(state: WorkerState, body: Sleep, _event: object = None) -> WorkerState:
     """The tags sleep now, or may do so."""
     state = _discarded(state) if discards(state, body) else state
     prepared = None if SleepTag.WEIGHTS in meant(state, body) else state.prepared
@@ -44,17 +46,26 @@ def failed(state: WorkerState, body: Sleep, is_touched: bool) -> tuple[WorkerSta
 def woken(state: WorkerState, tags: frozenset[SleepTag]) -> WorkerState:
     """The engine has taken `tags` again. The last of them lets a worker that nobody holds go on, if its weights can."""
     state = replace(state, asleep=state.asleep - tags)
-    if state.asleep or state.pause is not None or may_run(state):
-        return state
+    return state if state.asleep or state.pause is not None or may_run(state) else paused(state)
+
+
+def paused(state: WorkerState) -> WorkerState:
+    """The engine stands still after its wake, in a pause whose end lets it go as soon as it can."""
     assert state.running is not None
     op_id, since = state.running.op_id, state.running.since
-    pause = PauseView(owner=op_id + PAUSE_SUFFIX, mode=PauseMode.KEEP.value, since=since, expires_at=since + RETRY_S)
+    pause = PauseView(owner=op_id + _WAKE_SUFFIX, mode=PauseMode.KEEP.value, since=since, expires_at=since + RETRY_S)
     return replace(state, pause=pause, lease=Lease(RETRY_S))
+
+
+def woke(state: WorkerState, _body: WakeUp, _event: object = None) -> WorkerState:
+    """A wake has ended well: it generates, if it may, and a pause that an earlier wake has left is over."""
+    return replace(state, pause=None, lease=None) if state.pause is not None and may_run(state) else state
 
 
 def may_run(state: WorkerState) -> bool:
     """Whether a worker that has just woken may generate: nobody holds it, nothing sleeps, its weights are whole."""
-    return not state.asleep and state.pause is None and state.session is None and is_whole(state)
+    is_free = state.pause is None or state.pause.owner.endswith(_WAKE_SUFFIX)
+    return not state.asleep and is_free and state.session is None and is_whole(state)
 
 
 def _discarded(state: WorkerState) -> WorkerState:

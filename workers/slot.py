@@ -48,6 +48,7 @@ from rlbus.workers.moves import (
 )
 from rlbus.workers.mutations import EngineCall, Outcome, accepts_late, perform, within
 from rlbus.workers.refusals import Refusals
+from rlbus.workers.sleeping import may_run
 from rlbus.workers.state import WorkerState
 
 # Engine calls that may follow one failure at most: each `Cleanup`, and waking.
@@ -294,7 +295,7 @@ class Slot:
                     self._host.apply(GroupLeft())
                 case WakeAgain(tags):
                     await self._wake_again(tags)
-                case Cleanup.RESUME if not self._host.state.asleep and self._host.state.pause is None:
+                case Cleanup.RESUME if may_run(self._host.state):
                     await within(self._engine.resume(), config.undo_s, config.cancel_s, "resuming after a failure")
 
     async def _wake_again(self, tags: frozenset[SleepTag]) -> None:

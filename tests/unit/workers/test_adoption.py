@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlbus.controller.op_ids import is_pause_of_op
-from rlbus.schemas import FaultCode, ResumeGeneration, Version, WeightsState, WeightsView
+from rlbus.schemas import FaultCode, PauseGeneration, ResultStatus, ResumeGeneration, Version, WeightsState, WeightsView
 from rlbus.testing import run
 from rlbus.workers.adoption import FOUND_LEASE_S, INITIAL, adopt
 from rlbus.workers.engines.fake import FakeEngine
+from rlbus.workers.engines.fake_script import FakeScript, failing
 from rlbus.workers.engines.found import Found
 from rlbus.workers.ledger import Ledger, Noted, come_back
 from rlbus.workers.state import WorkerState
@@ -187,5 +188,36 @@ def test_agent_pauses_what_it_found_generating_on_torn_weights(tmp_path: Path, h
                 assert is_pause_of_op(pause.owner)
                 assert engine.requests.is_paused
                 assert "resume" not in engine.calls
+
+    run(main())
+
+
+def test_agent_tries_again_to_pause_what_it_found_generating_on_torn_weights(tmp_path: Path) -> None:
+    """The first pause fails; it isn't resumed for that, and it doesn't go on generating."""
+
+    async def main() -> None:
+        engine = Outliving(FakeScript({"pause": {1: failing()}}))
+        engine.found = Found("torn", is_paused=False, is_torn=True)
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                await asyncio.sleep(FOUND_LEASE_S)
+                assert engine.requests.is_paused
+                assert rig.agent.state.pause is not None
+                assert "resume" not in engine.calls
+
+    run(main())
+
+
+def test_agent_that_is_stopped_in_the_middle_of_an_op_lets_an_engine_go_that_outlives_it(tmp_path: Path) -> None:
+    """Nobody renews the lease of that pause any more, and nobody is there to see its end; a hold is for ever."""
+
+    async def main() -> None:
+        for lease_s, is_paused in ((30.0, False), (None, True)):
+            engine = Outliving()
+            engine.found = Found("0.7", is_paused=False, is_torn=False)
+            async with worker_on_bus(engine) as rig:
+                body = PauseGeneration(owner="op-1-pause", lease_s=lease_s)
+                assert (await rig.send(body)).status is ResultStatus.OK
+            assert engine.requests.is_paused is is_paused
 
     run(main())

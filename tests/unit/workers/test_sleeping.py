@@ -325,6 +325,20 @@ def test_a_wake_that_fails_leaves_it_asleep_and_can_be_asked_for_again() -> None
     on_worker(scenario, {"wake_up": {1: failing()}, "resume": {1: failing()}})
 
 
+def test_a_wake_whose_resume_failed_is_carried_out_by_the_worker_itself() -> None:
+    """Whoever woke it may be gone: no engine stands still for that."""
+
+    async def scenario(rig: Rig) -> None:
+        await ok(rig, Sleep())
+        assert (await rig.send(WakeUp())).status is ResultStatus.FAILED
+        assert not generates(rig)
+        await asyncio.sleep(30.0)
+        assert generates(rig)
+        assert rig.agent.state.pause is None
+
+    on_worker(scenario, {"resume": {1: failing(), 2: failing()}})
+
+
 def test_a_sleep_that_waits_for_requests_is_taken_back_by_a_wake() -> None:
     """It ends as cancelled, the request goes on, and nothing sleeps."""
 
