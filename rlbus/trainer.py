@@ -13,8 +13,8 @@ the group runs in threads.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,6 +75,7 @@ from rlbus.schemas import (
 from rlbus.schemas.weights import MAX_VERSION_NUMBER
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from rlbus.transfer.manifest import compare, digest, pages
+from rlbus.transfer.one_pass import is_shared, read_by_all
 from rlbus.transfer.plane import SenderPlane, WeightSource
 
 # One bucket; the sender holds at most two beyond the source.
@@ -181,7 +182,8 @@ class Trainer(TrainerLoras):
             require: how many workers have to end at the new version (None: all of the target).
             on_failure: "retry": when a worker is lost, the update is tried again on the others, up to 3 times in all
                 and within `deadline_s`, and who ends behind is told in the report, not by an error. "stop": it is
-                ended on everybody whom the loss has touched, and anything but a full success is an error.
+                ended on everybody whom the loss has touched, and anything but a full success is an error. Weights that
+                other ranks read with us (DTensors) can't be sent twice: there it is always "stop".
             pause_mode: what a pause does with requests in flight: keep, wait or abort.
             deadline_s: for all of it; `stall_s`: for no byte moving (with "retry" and several workers at least 12 s,
                 within which it is found who holds the others up).
@@ -203,15 +205,18 @@ class Trainer(TrainerLoras):
         started = asyncio.get_running_loop().time()
         op_id = self._bus.new_id()
         step = as_version(version, incarnation)
+        given = await as_source(weights)
+        specs, manifest = await _read(lambda: _manifest_of(given))
+        policy = OnFailure.STOP if is_shared(given) else _as_on_failure(on_failure)
         try:
-            with self._alone(op_id, step, allow_rollback, draft):
+            async with read_by_all(given) as source, self._alone(op_id, step, allow_rollback, draft):
                 await self._catch_ups.stop()
                 request = UpdateWeights(
                     op_id=op_id,
                     deadline_s=_positive("deadline_s", deadline_s),
                     caller=self._caller,
                     version=step,
-                    manifest_digest="",
+                    manifest_digest=manifest,
                     backend=self._plane.backend,
                     rendezvous=await self._plane.rendezvous(),
                     sender_id=self._plane.sender_id,
@@ -219,7 +224,7 @@ class Trainer(TrainerLoras):
                     bucket_bytes=_bucket_bytes(bucket_bytes),
                     target=target,
                     require=require,
-                    on_failure=_as_on_failure(on_failure),
+                    on_failure=policy,
                     pause_mode=as_pause_mode(pause_mode),
                     reset_prefix_cache=reset_prefix_cache,
                     allow_rollback=allow_rollback,
@@ -227,13 +232,13 @@ class Trainer(TrainerLoras):
                     snapshot=SnapshotOffer() if draft else self._snapshots.offer(step, self._catch_ups.inbox),
                     is_draft=draft,
                 )
-                report, cause = await self._announce_and_run(request, weights, on_progress)
+                report, cause = await self._announce_and_run(request, source, specs, on_progress)
         except FaultError as exc:
             if check:
                 raise
             took_s = asyncio.get_running_loop().time() - started
             return UpdateReport(_refused_report(op_id, step, exc, took_s, draft))
-        if check and not (report.ok or _is_borne(report.report, require, on_failure)):
+        if check and not (report.ok or _is_borne(report.report, require, policy)):
             _raise_for_update(report, cause)
         return report
 
@@ -242,8 +247,8 @@ class Trainer(TrainerLoras):
         await self._catch_ups.aclose()
         await self._plane.aclose()
 
-    @contextmanager
-    def _alone(self, op_id: str, version: Version, allow_rollback: bool, draft: bool) -> Iterator[None]:
+    @asynccontextmanager
+    async def _alone(self, op_id: str, version: Version, allow_rollback: bool, draft: bool) -> AsyncIterator[None]:
         """While inside, `op_id` is the one update of this trainer. Raises: RefusedError."""
         if self._running_op_id is not None:
             running = self._running_op_id
@@ -257,15 +262,16 @@ class Trainer(TrainerLoras):
             self._running_op_id = None
 
     async def _announce_and_run(
-        self, request: UpdateWeights, weights: Weights, on_progress: ProgressHandler | None
+        self,
+        request: UpdateWeights,
+        source: WeightSource,
+        specs: tuple[TensorSpec, ...],
+        on_progress: ProgressHandler | None,
     ) -> tuple[UpdateReport, BaseException | None]:
         """Announce what will be sent, then run the op; a manifest that the controller forgot is announced again."""
-        source = await as_source(weights)
-        specs, manifest = await _read(lambda: _manifest_of(source))
         _check_size(specs)
-        request = msgspec.structs.replace(request, manifest_digest=manifest)
         for num_resends in range(MAX_MANIFEST_RESENDS + 1):
-            await self._put_manifest(specs, manifest)
+            await self._put_manifest(specs, request.manifest_digest)
             try:
                 return await self._run(request, source, specs, on_progress)
             except FaultError as exc:

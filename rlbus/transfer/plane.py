@@ -12,7 +12,11 @@ ProgressFn = Callable[[int, int], None]
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Named tensors that can be read more than once, always in the order of `specs()`."""
+    """Named tensors that can be read more than once, always in the order of `specs()`.
+
+    One that other ranks of the trainer have to read too has an attribute `is_shared` that is true: an update reads it
+    exactly once, and never tries again (`rlbus.transfer.one_pass`).
+    """
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """What iterating yields: names, dtypes and full shapes, without reading the values where possible."""

@@ -21,7 +21,7 @@ def weight_source(weights: Any, *, keep_tied: bool = False) -> WeightSource:
     state dict (two names for the very same memory, shape and strides) are sent once, under the first name, as
     checkpoints have them, unless `keep_tied`. DTensors (FSDP2, tensor parallel) are announced with their full shape,
     and gathered one at a time as they are read: that is a collective, so every rank has to read the source, in the
-    same order, and holds one full tensor meanwhile.
+    same order, once for each `update_weights` of rank 0 (`for _ in source: pass`), and holds one full tensor meanwhile.
 
     Args:
         weights: a re-iterable starts anew whenever it is iterated (a list, or an object with `__iter__`); a generator
@@ -54,6 +54,11 @@ class _MappingSource:
     def specs(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and full shapes; nothing is gathered."""
         return tuple(_spec(name, tensor) for name, tensor in self._tensors())
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have to read it with us (`rlbus.transfer.one_pass`)."""
+        return any(_is_gathered(tensor) for _, tensor in self._tensors())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor)."""
@@ -91,10 +96,24 @@ class _PairsSource:
 
     def __init__(self, pairs: Iterable[tuple[str, Any]]) -> None:
         self._pairs = pairs
+        self._is_shared: bool | None = None
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and full shapes, by reading all pairs once."""
-        return tuple(_spec(name, _checked(name, tensor)) for name, tensor in self._pairs)
+        specs, is_shared = [], False
+        for name, value in self._pairs:
+            tensor = _checked(name, value)
+            specs.append(_spec(name, tensor))
+            is_shared = is_shared or _is_gathered(tensor)
+        self._is_shared = is_shared
+        return tuple(specs)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have to read it with us, as it was when it was announced."""
+        if self._is_shared is None:
+            self.specs()
+        return bool(self._is_shared)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor)."""
@@ -129,6 +148,11 @@ def _is_distributed(tensor: Tensor) -> bool:
     """Whether it is a DTensor. Its module takes a second to import, and without it there can't be one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _is_gathered(tensor: Tensor) -> bool:
+    """Whether reading it takes a collective. One rank has all there is."""
+    return _is_distributed(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...] | None:

@@ -42,8 +42,8 @@ MAX_LEFT_BEHIND = 4
 class TorchPlane:
     """A SenderPlane over Gloo or NCCL, for a trainer with one rank in the group.
 
-    A trainer of several ranks (FSDP) makes a plane on its rank 0 only; the others take part by reading the source,
-    which gathers, and aren't in the group.
+    A trainer of several ranks (FSDP) makes a plane on its rank 0 only; the others take part by reading the source once
+    in each update, which gathers, and aren't in the group.
 
     Args:
         backend: "gloo", "nccl", or "auto": nccl if there is a CUDA device and this torch has it, else gloo.

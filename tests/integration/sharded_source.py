@@ -24,6 +24,10 @@ def main() -> None:
     module.plain = nn.Parameter(torch.ones(1))
     source = weight_source(module)
     specs = [[spec.name, spec.dtype, list(spec.shape)] for spec in source.specs()]
+    pairs = weight_source(list(module.named_parameters()))
+    assert source.is_shared  # type: ignore[attr-defined]
+    assert pairs.is_shared  # type: ignore[attr-defined]
+    assert not weight_source({"plain": module.plain}).is_shared  # type: ignore[attr-defined]
     print(json.dumps({"specs": specs, "values": {name: tensor.tolist() for name, tensor in source}}), flush=True)
     torch.distributed.destroy_process_group()
 

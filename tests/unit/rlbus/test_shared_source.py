@@ -1,0 +1,105 @@
+"""Weights that all ranks of a trainer read together: once in each update, whatever becomes of it."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rlbus.errors import PartialError, RefusedError, TransferError
+from rlbus.schemas import ReceiveWeights, Version
+from rlbus.transfer.fake import FakeSource
+from rlbus.transfer.one_pass import OnePass, read_by_all
+from rlbus.workers.engines.fake import DEFAULT_TENSORS
+from rlbus.workers.engines.fake_script import Step, failing
+from tests.unit.controller.scene import Scene, play, worker
+
+pytestmark = pytest.mark.unit
+
+
+class Shared(FakeSource):
+    """Counts the tensors that were read."""
+
+    is_shared = True
+
+    def __init__(self) -> None:
+        super().__init__(DEFAULT_TENSORS)
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """As FakeSource."""
+        for pair in super().__iter__():
+            self.num_read += 1
+            yield pair
+
+
+ALL = len(DEFAULT_TENSORS)
+
+
+def test_it_is_read_once_when_all_goes_well() -> None:
+    """As any other."""
+
+    async def update(s: Scene) -> None:
+        source = Shared()
+        assert (await s.fleet.trainer.update_weights(source, version=1)).ok
+        assert source.num_read == ALL
+
+    play([worker(1), worker(2)], update)
+
+
+def test_an_update_that_breaks_is_not_tried_again_with_what_the_others_would_not_read_again() -> None:
+    """A worker dies in the broadcast: one attempt, and the source is read to its end."""
+
+    async def update(s: Scene) -> None:
+        source = Shared()
+        s.at(ReceiveWeights, lambda: s.cut(2))
+        with pytest.raises(PartialError) as caught:
+            await s.fleet.trainer.update_weights(source, version=1, deadline_s=60.0)
+        assert caught.value.report.num_attempts == 1
+        assert source.num_read == ALL
+        s.heal(2)
+        await asyncio.sleep(30.0)
+        again = Shared()
+        assert (await s.fleet.trainer.update_weights(again, version=2)).ok
+        assert again.num_read == ALL
+
+    play(
+        [worker(1, {"receive_weights": {1: Step(hangs=True)}}), worker(2, {"receive_weights": {1: failing()}})], update
+    )
+
+
+def test_it_is_read_also_when_nothing_is_sent() -> None:
+    """The others do, and would wait for us in their next collective."""
+
+    async def refused(s: Scene) -> None:
+        assert (await s.fleet.trainer.update_weights(Shared(), version=5)).ok
+        source = Shared()
+        with pytest.raises(RefusedError):
+            await s.fleet.trainer.update_weights(source, version=Version(step=3))
+        assert source.num_read == ALL
+
+    play([worker(1)], refused)
+
+
+def test_a_second_read_is_refused() -> None:
+    """It would pair with what the others read next."""
+    once = OnePass(Shared())
+    assert len(list(once)) == ALL
+    with pytest.raises(TransferError, match="once in each update"):
+        list(once)
+
+
+def test_a_source_that_fails_on_the_way_to_its_end_replaces_no_error() -> None:
+    """There is nobody to tell any more."""
+
+    class Broken(Shared):
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            yield from ()
+            raise ValueError("no memory")
+
+    async def body() -> None:
+        with pytest.raises(KeyError):
+            async with read_by_all(Broken()):
+                raise KeyError("the update's own")
+
+    asyncio.run(body())
