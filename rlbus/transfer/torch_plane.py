@@ -61,7 +61,10 @@ class TorchPlane:
             raise ConfigError("backend", backend, 'use "gloo", "nccl" or "auto"')
         if self._backend == "nccl" and not has_nccl:
             raise ConfigError("backend", backend, "there is no CUDA device, or this torch has no NCCL; use gloo")
-        self._device = torch.device(("cuda" if self._backend == "nccl" else "cpu") if device is None else device)
+        if device is None:
+            # With its index: joins and sends run in threads of their own, and the current device belongs to a thread.
+            device = torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else "cpu"
+        self._device = torch.device(device)
         self._host = LOOPBACK if host is None else host
         self._sender_id = secrets.token_hex(16)
         self._store: TCPStore | None = None
