@@ -27,10 +27,14 @@ from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
 
-# Ended ops that are kept. Source: journal.MAX_ENDED, so that a restarted worker knows what it knew before.
+# Ended ops that are kept, of mutations and of what runs beside them each. Source: journal.MAX_ENDED, so that a
+# restarted worker knows what it knew before.
 MAX_OPS = 512
 # Lines of a file before it is written anew: about half a megabyte.
 MAX_LINES = 4 * MAX_OPS
+# Ops that run beside mutations, one for each request that somebody ends, say. However many come, the outcome of no
+# mutation is forgotten for them. Source: lifecycle.is_mutation, without the queries.
+BESIDE_ROUTES = frozenset({"abort_request", "put_manifest", "renew_lease"})
 # Longest line. The words of a longer fault are cut.
 MAX_LINE_BYTES = 4096
 MAX_FAULT_CHARS = 500
@@ -80,11 +84,14 @@ _decoder = msgspec.json.Decoder(Line)
 
 @dataclass(slots=True)
 class Past:
-    """What a file says. `running` are the ops that have no outcome; `over` is in the order in which they ended."""
+    """What a file says. `running` are the ops that have no outcome; `over` is in the order in which they ended, and so
+    is `beside`, which has those of BESIDE_ROUTES.
+    """
 
     noted: Noted | None = None
     running: dict[str, Began] = field(default_factory=dict)
     over: OrderedDict[str, Over] = field(default_factory=OrderedDict)
+    beside: OrderedDict[str, Over] = field(default_factory=OrderedDict)
     num_unread: int = 0
 
     def take(self, line: Line) -> None:
@@ -94,9 +101,10 @@ class Past:
                 self.running[line.op_id] = line
             case Over():
                 self.running.pop(line.op_id, None)
-                self.over[line.op_id] = line
-                while len(self.over) > MAX_OPS:
-                    self.over.popitem(last=False)
+                ended = self.beside if line.route in BESIDE_ROUTES else self.over
+                ended[line.op_id] = line
+                while len(ended) > MAX_OPS:
+                    ended.popitem(last=False)
             case Forgot():
                 self.running.pop(line.op_id, None)
             case Noted():
@@ -105,7 +113,7 @@ class Past:
     def lines(self) -> list[Line]:
         """As few lines as say the same."""
         noted: list[Line] = [] if self.noted is None else [self.noted]
-        return [*noted, *self.over.values(), *self.running.values()]
+        return [*noted, *self.over.values(), *self.beside.values(), *self.running.values()]
 
 
 def read(data: bytes) -> Past:
@@ -138,7 +146,7 @@ class Ledger:
         self.past = past
         self._path = path
         self._lock_fd = lock_fd
-        self._kept = Past(past.noted, dict(past.running), OrderedDict(past.over))
+        self._kept = Past(past.noted, dict(past.running), OrderedDict(past.over), OrderedDict(past.beside))
         self._fd = -1
         self._num_lines = 0
         # Why nothing is written any more; told once.

@@ -33,7 +33,7 @@ from rlbus.testing import run
 from rlbus.workers import ledger as ledgers
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, failing
-from rlbus.workers.journal import digest_of
+from rlbus.workers.journal import Journal, digest_of
 from rlbus.workers.ledger import Began, Ledger, Noted
 from rlbus.workers.testing import COMPONENT, INSTANCE_ID, NAMESPACE, Rig, code_of, updated, worker_on_bus
 
@@ -234,6 +234,23 @@ def test_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with opened(tmp_path) as again:
         assert list(again.past.over) == [f"op-{number}" for number in range(96, 100)]
         assert list(again.past.running) == ["runs"]
+
+
+def test_aborts_push_no_mutation_out_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of them are kept beside, and after a restart the worker knows both."""
+    monkeypatch.setattr(ledgers, "MAX_OPS", 4)
+    monkeypatch.setattr(ledgers, "MAX_LINES", 16)
+    with opened(tmp_path) as ledger:
+        ledger.over(result_of("flush"), "flush_cache", "d")
+        for number in range(100):
+            ledger.began(f"abort-{number}", "abort_request", "d")
+            ledger.over(result_of(f"abort-{number}"), "abort_request", "d")
+    with opened(tmp_path) as again:
+        assert list(again.past.over) == ["flush"]
+        assert list(again.past.beside) == [f"abort-{number}" for number in range(96, 100)]
+        journal = Journal()
+        journal.keep_in(again, "c", "1", "b")
+        assert all(journal.find(op_id) is not None for op_id in ("flush", "abort-99"))
 
 
 def test_words_of_a_long_fault_are_cut(tmp_path: Path) -> None:
