@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from rlbus.schemas import Fault, FaultCode, Result, ResultStatus, WeightsState, WeightsView
+from rlbus.schemas import Fault, FaultCode, Result, ResultStatus, SleepTag, WeightsState, WeightsView
 from rlbus.schemas.base import Wire
 from rlbus.workers.draft import restarted
 from rlbus.workers.state import WorkerState
@@ -39,7 +39,8 @@ BESIDE_ROUTES = frozenset({"abort_request", "put_manifest", "renew_lease"})
 MAX_LINE_BYTES = 4096
 MAX_FAULT_CHARS = 500
 # A file that nobody has touched for so long is of another day: no controller asks for those ops any more, and a term
-# of then must not shut out the controller of now. Source: a controller asks for an outcome within seconds.
+# of then must not shut out the controller of now. Source: a controller asks for an outcome within seconds. A sleep
+# lasts until somebody ends it, and is known as long.
 KEEP_S = 3600.0
 
 
@@ -69,12 +70,13 @@ class Forgot(Wire, frozen=True, kw_only=False, tag="forgot"):
 
 
 class Noted(Wire, frozen=True, tag="noted"):
-    """How the worker is: the largest term that it has seen, and the newest group of that term."""
+    """How the worker is: the largest term that it has seen, the newest group of that term, what sleeps or may do so."""
 
     term: int
     epoch: int | None
     epoch_term: int
     weights: WeightsView
+    asleep: tuple[SleepTag, ...] = ()
 
 
 Line = Began | Over | Forgot | Noted
@@ -139,7 +141,8 @@ def interrupted(began: Began, boot_id: str) -> Over:
 class Ledger:
     """One worker's file, `<folder>/<namespace>/<component>/<instance id>.jsonl`. A context manager; `open` makes it.
 
-    `past` is what the process before has left, without anything in it that is older than KEEP_S.
+    `past` is what the process before has left; if that is older than KEEP_S, only how the engine of a worker is that
+    sleeps.
     """
 
     def __init__(self, path: Path, lock_fd: int, past: Past) -> None:
@@ -260,14 +263,18 @@ def _write(fd: int, data: bytes) -> None:
 def _past_of(path: Path) -> Past:
     try:
         age_s = time.time() - path.stat().st_mtime
-        if age_s > KEEP_S:
-            return Past()
         past = read(path.read_bytes())
     except FileNotFoundError:
         return Past()
     if past.num_unread:
         _log.warning("%s: %d lines can't be read, and are left out", path, past.num_unread)
-    return past
+    return Past(noted=_lasting(past.noted)) if age_s > KEEP_S else past
+
+
+def _lasting(noted: Noted | None) -> Noted | None:
+    if noted is None or not noted.asleep:
+        return None
+    return Noted(term=0, epoch=None, epoch_term=0, weights=noted.weights, asleep=noted.asleep)
 
 
 @contextlib.contextmanager
@@ -280,7 +287,13 @@ def opened(folder: str | None, namespace: str, component: str, instance_id: str)
 
 def noted(state: WorkerState) -> Noted:
     """What of a worker's state is worth keeping."""
-    return Noted(term=state.term, epoch=state.newest_epoch, epoch_term=state.epoch_term, weights=state.weights)
+    return Noted(
+        term=state.term,
+        epoch=state.newest_epoch,
+        epoch_term=state.epoch_term,
+        weights=state.weights,
+        asleep=tuple(sorted(state.maybe_asleep)),
+    )
 
 
 def come_back(fresh: WorkerState, past: Noted) -> WorkerState:

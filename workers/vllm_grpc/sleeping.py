@@ -3,7 +3,7 @@
 What the service leaves open, and what is made of it here:
 - It puts weights and KV cache to sleep together only, and wakes them apart. So a part alone is refused.
 - Its IsSleeping is true of an engine that is merely paused (vLLM 0.32, v1/engine/core.py). So what sleeps is kept here;
-  an engine that was found paused counts as asleep until it was woken.
+  what sleeps of an engine that ran before is what the agent before noted.
 - With its last tag awake the engine generates at once, whoever has paused it. So it is paused again as soon as the wake
   returns: a request may run for the milliseconds in between, but never on weights that were discarded. Those carry the
   label of torn ones until an update has replaced them, and the last wake is refused as long.
@@ -25,13 +25,13 @@ MOVE_S = 600.0
 
 
 class Sleeping:
-    """What sleeps of one server. `in_doubt`: it was found paused, and may be asleep."""
+    """What sleeps of one server. In doubt (a sleep that failed, or was cut off) it counts as asleep."""
 
-    def __init__(self, control: Control, calls: EngineCalls, pausing: Pausing, *, in_doubt: bool = False) -> None:
+    def __init__(self, control: Control, calls: EngineCalls, pausing: Pausing) -> None:
         self._control = control
         self._calls = calls
         self._pausing = pausing
-        self.asleep: frozenset[SleepTag] = TAGS if in_doubt else frozenset()
+        self.asleep: frozenset[SleepTag] = frozenset()
 
     async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
         """See `SleepEngine.sleep`. Cancel: it may sleep, and counts as asleep."""

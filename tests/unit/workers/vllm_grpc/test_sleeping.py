@@ -7,10 +7,12 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from rlbus.errors import EngineError, FaultError, RefusedError
+from rlbus.errors import AsleepError, EngineError, FaultError, RefusedError
 from rlbus.schemas import FaultCode, PauseMode, SleepTag
 from rlbus.testing import run
+from rlbus.workers.engines.found import FoundAsleep
 from rlbus.workers.vllm_grpc.control import Control
+from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 from rlbus.workers.vllm_grpc.pausing import Pausing
 from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_server.calls import EngineCalls
@@ -45,6 +47,10 @@ class Server:
             raise RuntimeError("out of host memory")
         self.asleep, self.is_running = {"weights", "kv_cache"}, False
 
+    async def resume(self) -> None:
+        self.log.append("resume")
+        self.is_running = True
+
     async def wake_up(self, tags: tuple[str, ...], limit_s: float) -> None:
         self.log.append(f"wake {' '.join(tags)}")
         self.asleep -= set(tags)
@@ -57,9 +63,9 @@ class Server:
         self.label = label
 
 
-def of(server: Server, *, in_doubt: bool = False) -> Sleeping:
+def of(server: Server) -> Sleeping:
     control, calls = cast(Control, server), EngineCalls(server)
-    return Sleeping(control, calls, Pausing(control, calls), in_doubt=in_doubt)
+    return Sleeping(control, calls, Pausing(control, calls))
 
 
 def do(check: Coroutine[Any, Any, None]) -> None:
@@ -148,16 +154,20 @@ def test_failed_sleep_counts_as_asleep_until_it_was_woken() -> None:
     do(check())
 
 
-def test_engine_that_was_found_paused_may_be_asleep() -> None:
-    """The server doesn't tell one from the other; a wake does no harm."""
+def test_engine_that_sleeps_as_the_agent_before_noted_is_not_resumed_before_it_was_woken() -> None:
+    """The server itself would step over memory that isn't there. One that is merely paused is resumed."""
 
     async def check() -> None:
         server = Server()
         server.is_running = False
-        sleeping = of(server, in_doubt=True)
-        assert sleeping.asleep == TAGS
-        await sleeping.wake_up(TAGS)
-        assert sleeping.asleep == frozenset()
-        assert not server.is_running
+        engine = VllmGrpcEngine(cast(Control, server))
+        assert isinstance(engine, FoundAsleep)
+        engine.go_on_asleep(TAGS)
+        with pytest.raises(AsleepError):
+            await engine.resume()
+        assert server.log == []
+        await engine.wake_up(TAGS)
+        await engine.resume()
+        assert server.log == ["wake kv_cache weights", "pause keep", "resume"]
 
     do(check())
