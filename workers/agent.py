@@ -41,7 +41,7 @@ from rlbus.workers.config import AgentConfig
 from rlbus.workers.draft import INITIAL as INITIAL_DRAFT
 from rlbus.workers.draft import is_for_draft, torn_part
 from rlbus.workers.engines.base import Engine, Observed
-from rlbus.workers.engines.found import Found, FoundEngine
+from rlbus.workers.engines.found import Found, FoundAsleep, FoundEngine
 from rlbus.workers.engines.sleep import SleepEngine
 from rlbus.workers.entrance import Entrance
 from rlbus.workers.facts import facts, is_visible
@@ -289,6 +289,8 @@ class Agent:
     def _go_on_from(self, found: Found, ledger: Ledger | None) -> None:
         past = None if ledger is None else ledger.past.noted
         self._state = adopt(self._state, past, found, self._bus.clock.now())
+        if isinstance(self._engine, FoundAsleep):
+            self._engine.go_on_asleep(self._state.asleep)
         if ledger is not None:
             ledger.note(noted(self._state))
         weights, held = self._state.weights, "paused" if found.is_paused else "running"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rlbus.schemas import Command, CommandBody, Result, route_of
-from rlbus.workers.ledger import Began, Ledger, Over, interrupted
+from rlbus.workers.ledger import BESIDE_ROUTES, Began, Ledger, Over, interrupted
 
-# Ended ops that are remembered. An update takes about ten ops of a worker, so this is the history of some 50 updates,
-# while a controller asks for an outcome within seconds.
+# Ended mutations that are remembered, and as many ops that ran beside them. An update takes about ten ops of a worker,
+# so this is the history of some 50 updates, while a controller asks for an outcome within seconds.
 MAX_ENDED = 512
 # Different reply addresses that one op answers. One sender uses one address per attempt.
 MAX_REPLIES = 16
@@ -59,19 +59,23 @@ def digest_of(body: CommandBody) -> str:
 
 
 class Journal:
-    """Outcomes by op_id, at most `max_ended` of them, oldest dropped first; running ones on top."""
+    """Outcomes by op_id, at most `max_ended` of mutations and `max_ended` of what runs beside them, the oldest dropped
+    first; running ones on top.
+    """
 
     def __init__(self, max_ended: int = MAX_ENDED) -> None:
         self._max_ended = max_ended
         self._running: dict[str, Record] = {}
         self._ended: OrderedDict[str, Record] = OrderedDict()
+        # Those of BESIDE_ROUTES.
+        self._beside: OrderedDict[str, Record] = OrderedDict()
         self._ledger: Ledger | None = None
 
     def keep_in(self, ledger: Ledger, component: str, instance_id: str, boot_id: str) -> None:
         """Take over what the process before has left, and write there from now on. Called once, at the start."""
         self._ledger = ledger
         lost = [interrupted(began, boot_id) for began in ledger.past.running.values()]
-        for over in (*ledger.past.over.values(), *lost):
+        for over in (*ledger.past.over.values(), *ledger.past.beside.values(), *lost):
             record = Record(over.op_id, over.route, over.digest, is_accepted=True, is_kept=over in lost)
             self.end(record, _result(over, component, instance_id))
 
@@ -92,14 +96,15 @@ class Journal:
         return record
 
     def end(self, record: Record, result: Result) -> None:
-        """Close a record with its one result, and drop the oldest ended one if there are too many."""
+        """Close a record with its one result, and drop the oldest ended one of its kind if there are too many."""
         record.result = result
         self._running.pop(record.op_id, None)
-        self._ended[record.op_id] = record
+        ended = self._beside if record.route in BESIDE_ROUTES else self._ended
+        ended[record.op_id] = record
         if record.is_kept and self._ledger is not None:
             self._ledger.over(result, record.route, record.digest)
-        while len(self._ended) > self._max_ended:
-            self._ended.popitem(last=False)
+        while len(ended) > self._max_ended:
+            ended.popitem(last=False)
 
     def forget(self, record: Record) -> None:
         """Drop the record of an op that was refused after all: nothing has changed, a repeat is tried anew."""
@@ -109,7 +114,7 @@ class Journal:
 
     def find(self, op_id: str) -> Record | None:
         """The record of an op, running or ended."""
-        return self._running.get(op_id) or self._ended.get(op_id)
+        return self._running.get(op_id) or self._ended.get(op_id) or self._beside.get(op_id)
 
     @property
     def running(self) -> tuple[Record, ...]:

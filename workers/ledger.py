@@ -20,22 +20,27 @@ from typing import Self
 
 import msgspec
 
-from rlbus.schemas import Fault, FaultCode, Result, ResultStatus, WeightsState, WeightsView
+from rlbus.schemas import Fault, FaultCode, Result, ResultStatus, SleepTag, WeightsState, WeightsView
 from rlbus.schemas.base import Wire
 from rlbus.workers.draft import restarted
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
 
-# Ended ops that are kept. Source: journal.MAX_ENDED, so that a restarted worker knows what it knew before.
+# Ended ops that are kept, of mutations and of what runs beside them each. Source: journal.MAX_ENDED, so that a
+# restarted worker knows what it knew before.
 MAX_OPS = 512
 # Lines of a file before it is written anew: about half a megabyte.
 MAX_LINES = 4 * MAX_OPS
+# Ops that run beside mutations, one for each request that somebody ends, say. However many come, the outcome of no
+# mutation is forgotten for them. Source: lifecycle.is_mutation, without the queries.
+BESIDE_ROUTES = frozenset({"abort_request", "put_manifest", "renew_lease"})
 # Longest line. The words of a longer fault are cut.
 MAX_LINE_BYTES = 4096
 MAX_FAULT_CHARS = 500
 # A file that nobody has touched for so long is of another day: no controller asks for those ops any more, and a term
-# of then must not shut out the controller of now. Source: a controller asks for an outcome within seconds.
+# of then must not shut out the controller of now. Source: a controller asks for an outcome within seconds. A sleep
+# lasts until somebody ends it, and is known as long.
 KEEP_S = 3600.0
 
 
@@ -65,12 +70,13 @@ class Forgot(Wire, frozen=True, kw_only=False, tag="forgot"):
 
 
 class Noted(Wire, frozen=True, tag="noted"):
-    """How the worker is: the largest term that it has seen, and the newest group of that term."""
+    """How the worker is: the largest term that it has seen, the newest group of that term, what sleeps or may do so."""
 
     term: int
     epoch: int | None
     epoch_term: int
     weights: WeightsView
+    asleep: tuple[SleepTag, ...] = ()
 
 
 Line = Began | Over | Forgot | Noted
@@ -80,11 +86,14 @@ _decoder = msgspec.json.Decoder(Line)
 
 @dataclass(slots=True)
 class Past:
-    """What a file says. `running` are the ops that have no outcome; `over` is in the order in which they ended."""
+    """What a file says. `running` are the ops that have no outcome; `over` is in the order in which they ended, and so
+    is `beside`, which has those of BESIDE_ROUTES.
+    """
 
     noted: Noted | None = None
     running: dict[str, Began] = field(default_factory=dict)
     over: OrderedDict[str, Over] = field(default_factory=OrderedDict)
+    beside: OrderedDict[str, Over] = field(default_factory=OrderedDict)
     num_unread: int = 0
 
     def take(self, line: Line) -> None:
@@ -94,9 +103,10 @@ class Past:
                 self.running[line.op_id] = line
             case Over():
                 self.running.pop(line.op_id, None)
-                self.over[line.op_id] = line
-                while len(self.over) > MAX_OPS:
-                    self.over.popitem(last=False)
+                ended = self.beside if line.route in BESIDE_ROUTES else self.over
+                ended[line.op_id] = line
+                while len(ended) > MAX_OPS:
+                    ended.popitem(last=False)
             case Forgot():
                 self.running.pop(line.op_id, None)
             case Noted():
@@ -105,7 +115,7 @@ class Past:
     def lines(self) -> list[Line]:
         """As few lines as say the same."""
         noted: list[Line] = [] if self.noted is None else [self.noted]
-        return [*noted, *self.over.values(), *self.running.values()]
+        return [*noted, *self.over.values(), *self.beside.values(), *self.running.values()]
 
 
 def read(data: bytes) -> Past:
@@ -131,14 +141,15 @@ def interrupted(began: Began, boot_id: str) -> Over:
 class Ledger:
     """One worker's file, `<folder>/<namespace>/<component>/<instance id>.jsonl`. A context manager; `open` makes it.
 
-    `past` is what the process before has left, without anything in it that is older than KEEP_S.
+    `past` is what the process before has left; if that is older than KEEP_S, only how the engine of a worker is that
+    sleeps.
     """
 
     def __init__(self, path: Path, lock_fd: int, past: Past) -> None:
         self.past = past
         self._path = path
         self._lock_fd = lock_fd
-        self._kept = Past(past.noted, dict(past.running), OrderedDict(past.over))
+        self._kept = Past(past.noted, dict(past.running), OrderedDict(past.over), OrderedDict(past.beside))
         self._fd = -1
         self._num_lines = 0
         # Why nothing is written any more; told once.
@@ -252,14 +263,18 @@ def _write(fd: int, data: bytes) -> None:
 def _past_of(path: Path) -> Past:
     try:
         age_s = time.time() - path.stat().st_mtime
-        if age_s > KEEP_S:
-            return Past()
         past = read(path.read_bytes())
     except FileNotFoundError:
         return Past()
     if past.num_unread:
         _log.warning("%s: %d lines can't be read, and are left out", path, past.num_unread)
-    return past
+    return Past(noted=_lasting(past.noted)) if age_s > KEEP_S else past
+
+
+def _lasting(noted: Noted | None) -> Noted | None:
+    if noted is None or not noted.asleep:
+        return None
+    return Noted(term=0, epoch=None, epoch_term=0, weights=noted.weights, asleep=noted.asleep)
 
 
 @contextlib.contextmanager
@@ -272,7 +287,13 @@ def opened(folder: str | None, namespace: str, component: str, instance_id: str)
 
 def noted(state: WorkerState) -> Noted:
     """What of a worker's state is worth keeping."""
-    return Noted(term=state.term, epoch=state.newest_epoch, epoch_term=state.epoch_term, weights=state.weights)
+    return Noted(
+        term=state.term,
+        epoch=state.newest_epoch,
+        epoch_term=state.epoch_term,
+        weights=state.weights,
+        asleep=tuple(sorted(state.maybe_asleep)),
+    )
 
 
 def come_back(fresh: WorkerState, past: Noted) -> WorkerState:

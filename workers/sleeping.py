@@ -21,7 +21,7 @@ _WAKE_SUFFIX = "-wake" + PAUSE_SUFFIX
 
 def meant(state: WorkerState, body: Sleep | WakeUp) -> frozenset[SleepTag]:
     """The tags that a command is about."""
-    return state.sleep_tags if body.tags is None else frozenset(body.tags)
+    return state.meant(body)
 
 
 def discards(state: WorkerState, body: Sleep) -> bool:

@@ -6,6 +6,8 @@ Adapters whose engine is another process implement `FoundEngine` besides `Engine
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from rlbus.schemas import SleepTag
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -27,4 +29,13 @@ class FoundEngine(Protocol):
     @property
     def found(self) -> Found:
         """Valid after `start`."""
+        ...
+
+
+@runtime_checkable
+class FoundAsleep(Protocol):
+    """A `FoundEngine` that can't say itself what of it sleeps."""
+
+    def go_on_asleep(self, tags: frozenset[SleepTag]) -> None:
+        """These sleep, as the agent before noted, or may do so. Called once, before anything but `start`."""
         ...

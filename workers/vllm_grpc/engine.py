@@ -22,7 +22,7 @@ from rlbus.schemas import (
 )
 from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.found import Found
-from rlbus.workers.engines.sleep import SLEEP_ROUTES
+from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import Pausing
@@ -99,6 +99,7 @@ class VllmGrpcEngine(UpdatingEngine):
         facts = await self._control.facts()
         self._calls = EngineCalls(self._control, facts.num_ranks)
         self._pausing = Pausing(self._control, self._calls)
+        self._sleeping = Sleeping(self._control, self._calls, self._pausing)
         if self._run_dir is not None:
             clear_left(self._run_dir)
         self._exchange = Exchange(self._run_dir)
@@ -129,8 +130,6 @@ class VllmGrpcEngine(UpdatingEngine):
         is_torn = greeting.problem is None and await self._updates.take_over()
         observed = await self.observe()
         is_paused = observed.generation is Generation.PAUSED
-        can_sleep = self._info.routes >= SLEEP_ROUTES
-        self._sleeping = Sleeping(self._control, self._calls, self._pausing, in_doubt=is_paused and can_sleep)
         self._found = Found(observed.weight_version, is_paused, is_torn or observed.weight_version == TORN)
 
     async def _greet(self, facts: ServerFacts) -> Greeting:
@@ -195,8 +194,11 @@ class VllmGrpcEngine(UpdatingEngine):
         return PausedData()
 
     async def resume(self) -> None:
-        """See `Engine`."""
+        """See `Engine`. Raises: AsleepError: the server itself would step over memory that isn't there."""
         await self._calls.settle(CALL_S)
+        if asleep := self._sleeping.asleep:
+            tags = ", ".join(in_order(asleep))
+            raise refused(FaultCode.ASLEEP, f"asleep: {tags}; wake it before it generates", tags=tags)
         await self._pausing.resume()
 
     async def flush_cache(self) -> None:
@@ -221,6 +223,10 @@ class VllmGrpcEngine(UpdatingEngine):
     def sleep_tags(self) -> frozenset[SleepTag]:
         """None where the server has no sleep."""
         return TAGS if self.info.routes >= SLEEP_ROUTES else frozenset()
+
+    def go_on_asleep(self, tags: frozenset[SleepTag]) -> None:
+        """See `FoundAsleep`."""
+        self._sleeping.asleep = tags
 
     async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
         """See `SleepEngine`. Both tags at once only."""

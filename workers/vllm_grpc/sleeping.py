@@ -3,14 +3,15 @@
 What the service leaves open, and what is made of it here:
 - It puts weights and KV cache to sleep together only, and wakes them apart. So a part alone is refused.
 - Its IsSleeping is true of an engine that is merely paused (vLLM 0.32, v1/engine/core.py). So what sleeps is kept here;
-  an engine that was found paused counts as asleep until it was woken.
+  what sleeps of an engine that ran before is what the agent before noted.
 - With its last tag awake the engine generates at once, whoever has paused it. So it is paused again as soon as the wake
   returns: a request may run for the milliseconds in between, but never on weights that were discarded. Those carry the
-  label of torn ones until an update has replaced them, and the last wake is refused as long.
+  label of torn ones, from before they go until an update has replaced them, and the last wake is refused as long.
 """
 
-from rlbus.errors import refused
+from rlbus.errors import FaultError, refused
 from rlbus.schemas import FaultCode, PauseMode, SleepData, SleepTag
+from rlbus.workers.checks import REFUSALS
 from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import WAIT_S, Pausing
@@ -25,16 +26,16 @@ MOVE_S = 600.0
 
 
 class Sleeping:
-    """What sleeps of one server. `in_doubt`: it was found paused, and may be asleep."""
+    """What sleeps of one server. In doubt (a sleep that failed, or was cut off) it counts as asleep."""
 
-    def __init__(self, control: Control, calls: EngineCalls, pausing: Pausing, *, in_doubt: bool = False) -> None:
+    def __init__(self, control: Control, calls: EngineCalls, pausing: Pausing) -> None:
         self._control = control
         self._calls = calls
         self._pausing = pausing
-        self.asleep: frozenset[SleepTag] = TAGS if in_doubt else frozenset()
+        self.asleep: frozenset[SleepTag] = frozenset()
 
     async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
-        """See `SleepEngine.sleep`. Cancel: it may sleep, and counts as asleep."""
+        """See `SleepEngine.sleep`. Cancel: it may sleep, and counts so; weights that may be gone are labelled torn."""
         if level not in LEVELS:
             raise refused(FaultCode.BAD_MESSAGE, f"vLLM has no sleep level {level}; use 1 or 2", level=level)
         if tags != TAGS:
@@ -42,10 +43,17 @@ class Sleeping:
             raise refused(FaultCode.BAD_MESSAGE, text, tags=", ".join(in_order(tags)))
         # With requests to wait for, it takes as long as they do; the caller bounds it.
         limit_s = WAIT_S if mode is PauseMode.WAIT else MOVE_S
-        self.asleep = TAGS
-        await self._calls.hold(f"Sleep {level}", lambda: self._control.sleep(level, mode, limit_s), limit_s)
-        if level > 1:
-            await self._calls.ask("UpdateWeightVersion", lambda: self._control.set_version(TORN), CALL_S)
+        # Before they are gone: neither a deadline nor the death of this process comes between the two.
+        label = await self._label_torn() if level > 1 else None
+        before, self.asleep = self.asleep, TAGS
+        try:
+            await self._calls.hold(f"Sleep {level}", lambda: self._control.sleep(level, mode, limit_s), limit_s)
+        except FaultError as exc:
+            if exc.code in REFUSALS:  # nothing has happened, for certain
+                self.asleep = before
+                if label is not None:
+                    await self._label(label)
+            raise
         return SleepData(asleep=in_order(self.asleep))
 
     async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
@@ -63,3 +71,12 @@ class Sleeping:
             await self._pausing.pause(PauseMode.KEEP, False)
         self.asleep -= waking
         return SleepData(asleep=in_order(self.asleep))
+
+    async def _label_torn(self) -> str:
+        """The label that the weights had. Cancel: they may be labelled."""
+        label = await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S)
+        await self._label(TORN)
+        return label
+
+    async def _label(self, label: str) -> None:
+        await self._calls.ask("UpdateWeightVersion", lambda: self._control.set_version(label), CALL_S)

@@ -7,11 +7,23 @@ from pathlib import Path
 import pytest
 
 from rlbus.controller.op_ids import is_pause_of_op
-from rlbus.schemas import FaultCode, PauseGeneration, ResultStatus, ResumeGeneration, Version, WeightsState, WeightsView
+from rlbus.schemas import (
+    FaultCode,
+    PauseGeneration,
+    PauseMode,
+    ResultStatus,
+    ResumeGeneration,
+    Sleep,
+    SleepTag,
+    Version,
+    WakeUp,
+    WeightsState,
+    WeightsView,
+)
 from rlbus.testing import run
 from rlbus.workers.adoption import FOUND_LEASE_S, INITIAL, adopt
 from rlbus.workers.engines.fake import FakeEngine
-from rlbus.workers.engines.fake_script import FakeScript, failing
+from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.engines.found import Found
 from rlbus.workers.ledger import Ledger, Noted, come_back
 from rlbus.workers.state import WorkerState
@@ -22,6 +34,7 @@ pytestmark = pytest.mark.unit
 FRESH = WorkerState(component="backend", instance_id="7", world_size=1, routes=frozenset())
 V7 = Version(step=7)
 CLEAN_7 = WeightsView(state=WeightsState.CLEAN, version=V7, last_good=V7)
+BOTH = frozenset(SleepTag)
 
 
 def past(weights: WeightsView) -> Noted:
@@ -107,10 +120,35 @@ def test_pause_of_an_engine_that_rlbus_has_updated_gets_a_lease_without_a_ledger
     assert (state.pause.owner, state.pause.expires_at) == ("an agent before this one", 100.0 + FOUND_LEASE_S)
 
 
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_sleep_that_was_noted_goes_on_without_a_lease(is_torn: bool) -> None:
+    """It lasts until somebody wakes it, whoever has died; an engine that runs has been woken, and what can't sleep
+    doesn't.
+    """
+    before = Noted(term=3, epoch=None, epoch_term=0, weights=CLEAN_7, asleep=tuple(BOTH))
+    fresh = replace(come_back(FRESH, before), sleep_tags=BOTH)
+    state = adopt(fresh, before, Found("0.7", is_paused=True, is_torn=is_torn), 100.0)
+    assert (state.asleep, state.pause, state.lease) == (BOTH, None, None)
+    assert not adopt(fresh, before, Found("0.7", is_paused=False, is_torn=is_torn), 100.0).asleep
+    state = adopt(replace(fresh, sleep_tags=frozenset()), before, Found("0.7", True, is_torn), 100.0)
+    assert not state.asleep
+    assert state.lease is not None
+
+
 class Outliving(FakeEngine):
-    """An engine that ran before."""
+    """An engine that ran before, and can't say what of it sleeps."""
 
     found = Found("0.7", is_paused=True, is_torn=False)
+    told: frozenset[SleepTag] | None = None
+
+    def go_on_asleep(self, tags: frozenset[SleepTag]) -> None:
+        """See `FoundAsleep`."""
+        self.told = tags
+
+
+def file_of(folder: Path) -> Path:
+    """Where the ledger is."""
+    return folder / NAMESPACE / COMPONENT / f"{INSTANCE_ID}.jsonl"
 
 
 def ledger_at(folder: Path, weights: WeightsView) -> Ledger:
@@ -219,5 +257,38 @@ def test_agent_that_is_stopped_in_the_middle_of_an_op_lets_an_engine_go_that_out
                 body = PauseGeneration(owner="op-1-pause", lease_s=lease_s)
                 assert (await rig.send(body)).status is ResultStatus.OK
             assert engine.requests.is_paused is is_paused
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_agent_leaves_asleep_what_its_predecessor_put_to_sleep_until_somebody_wakes_it(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    """Also if that one died before the engine had answered."""
+
+    async def main() -> None:
+        engine = Outliving(FakeScript({"sleep": {1: Step(latency_s=5.0)}}))
+        engine.found = Found("0.7", is_paused=False, is_torn=False)
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                sent = rig.post(Sleep(), term=3)
+                await asyncio.sleep(1.0 if is_interrupted else 10.0)
+                assert bool(sent.results) is not is_interrupted
+                left = file_of(tmp_path).read_bytes()
+        file_of(tmp_path).write_bytes(left)  # that agent didn't end, it died
+        engine = Outliving()
+        await engine.sleep(BOTH, 1, PauseMode.KEEP)
+        with Ledger.open(tmp_path, NAMESPACE, COMPONENT, INSTANCE_ID) or pytest.fail("no ledger") as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                await asyncio.sleep(FOUND_LEASE_S * 2)
+                assert (engine.told, rig.agent.state.asleep) == (BOTH, BOTH)
+                assert "resume" not in engine.calls
+                assert (await rig.send(WakeUp(), term=3, op_id="w")).status is ResultStatus.OK
+                assert not engine.requests.is_paused
+                assert not engine.violations
+        with Ledger.open(tmp_path, NAMESPACE, COMPONENT, INSTANCE_ID) or pytest.fail("no ledger") as third:
+            assert third.past.noted is not None
+            assert not third.past.noted.asleep
 
     run(main())

@@ -24,6 +24,7 @@ from rlbus.schemas import (
     Result,
     ResultStatus,
     ResumeGeneration,
+    SleepTag,
     Version,
     WeightsState,
     WeightsView,
@@ -33,7 +34,7 @@ from rlbus.testing import run
 from rlbus.workers import ledger as ledgers
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, failing
-from rlbus.workers.journal import digest_of
+from rlbus.workers.journal import Journal, digest_of
 from rlbus.workers.ledger import Began, Ledger, Noted
 from rlbus.workers.testing import COMPONENT, INSTANCE_ID, NAMESPACE, Rig, code_of, updated, worker_on_bus
 
@@ -236,6 +237,23 @@ def test_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert list(again.past.running) == ["runs"]
 
 
+def test_aborts_push_no_mutation_out_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of them are kept beside, and after a restart the worker knows both."""
+    monkeypatch.setattr(ledgers, "MAX_OPS", 4)
+    monkeypatch.setattr(ledgers, "MAX_LINES", 16)
+    with opened(tmp_path) as ledger:
+        ledger.over(result_of("flush"), "flush_cache", "d")
+        for number in range(100):
+            ledger.began(f"abort-{number}", "abort_request", "d")
+            ledger.over(result_of(f"abort-{number}"), "abort_request", "d")
+    with opened(tmp_path) as again:
+        assert list(again.past.over) == ["flush"]
+        assert list(again.past.beside) == [f"abort-{number}" for number in range(96, 100)]
+        journal = Journal()
+        journal.keep_in(again, "c", "1", "b")
+        assert all(journal.find(op_id) is not None for op_id in ("flush", "abort-99"))
+
+
 def test_words_of_a_long_fault_are_cut(tmp_path: Path) -> None:
     """A line has a bound."""
     with opened(tmp_path) as ledger:
@@ -255,6 +273,18 @@ def test_file_of_another_day_is_not_read(tmp_path: Path) -> None:
         os.utime(file_of(tmp_path), (long_ago, long_ago))
     with opened(tmp_path) as late:
         assert late.past.noted is None
+
+
+def test_sleep_is_known_from_a_file_of_another_day(tmp_path: Path) -> None:
+    """It lasts until somebody wakes the worker; nothing else of that file counts but how its engine was."""
+    with opened(tmp_path) as ledger:
+        ledger.note(Noted(term=3, epoch=5, epoch_term=3, weights=CLEAN, asleep=(SleepTag.WEIGHTS,)))
+        ledger.over(result_of("f"), "flush_cache", "d")
+    long_ago = time.time() - ledgers.KEEP_S - 60
+    os.utime(file_of(tmp_path), (long_ago, long_ago))
+    with opened(tmp_path) as late:
+        assert late.past.noted == Noted(term=0, epoch=None, epoch_term=0, weights=CLEAN, asleep=(SleepTag.WEIGHTS,))
+        assert not late.past.over
 
 
 def test_second_process_of_the_same_worker_keeps_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -168,6 +168,16 @@ def test_what_asks_for_a_repeat_holds_for_copies_of_that_command_alone() -> None
     assert refusals.find(command(expires_at=13.0)) == never
 
 
+def test_refused_aborts_of_requests_never_push_out_a_mutations_refusal() -> None:
+    """There may be one for each request."""
+    refusals, never = Refusals(max_kept=2), Fault(code=FaultCode.WRONG_STATE, message="m")
+    refusals.note(command("mutation"), never)
+    for number in range(3):
+        refusals.note(command(f"op-{number}", body=AbortRequest()), never)
+    assert refusals.find(command("mutation")) == never
+    assert [refusals.find(command(f"op-{n}", body=AbortRequest())) is None for n in range(3)] == [True, False, False]
+
+
 def test_only_the_last_ones_are_remembered() -> None:
     """The memory is bounded."""
     refusals = Refusals(max_kept=2)

@@ -1,5 +1,6 @@
 """Sleep of a server that sleeps whole, wakes in parts, and runs as soon as it is awake; in virtual time."""
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any, cast
 
@@ -7,13 +8,16 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from rlbus.errors import EngineError, FaultError, RefusedError
+from rlbus.errors import AsleepError, EngineError, FaultError, RefusedError, refused
 from rlbus.schemas import FaultCode, PauseMode, SleepTag
 from rlbus.testing import run
+from rlbus.workers.engines.found import FoundAsleep
 from rlbus.workers.vllm_grpc.control import Control
+from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 from rlbus.workers.vllm_grpc.pausing import Pausing
 from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.updates import TORN
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +34,9 @@ class Server:
         self.is_running = True
         self.label = "0.3"
         self.log: list[str] = []
-        self.raises: set[str] = set()
+        self.raises: dict[str, Exception] = {}
+        # How long a sleep takes, which goes on whoever waits for it.
+        self.sleep_s = 0.0
 
     async def is_paused(self, limit_s: float = 1.0) -> bool:
         return not self.is_running
@@ -42,8 +48,13 @@ class Server:
     async def sleep(self, level: int, mode: PauseMode, limit_s: float) -> None:
         self.log.append(f"sleep {level} {mode.value}")
         if "sleep" in self.raises:
-            raise RuntimeError("out of host memory")
+            raise self.raises["sleep"]
+        await asyncio.sleep(self.sleep_s)
         self.asleep, self.is_running = {"weights", "kv_cache"}, False
+
+    async def resume(self) -> None:
+        self.log.append("resume")
+        self.is_running = True
 
     async def wake_up(self, tags: tuple[str, ...], limit_s: float) -> None:
         self.log.append(f"wake {' '.join(tags)}")
@@ -54,12 +65,14 @@ class Server:
         return self.label
 
     async def set_version(self, label: str) -> None:
+        if "set_version" in self.raises:
+            raise self.raises["set_version"]
         self.label = label
 
 
-def of(server: Server, *, in_doubt: bool = False) -> Sleeping:
+def of(server: Server) -> Sleeping:
     control, calls = cast(Control, server), EngineCalls(server)
-    return Sleeping(control, calls, Pausing(control, calls), in_doubt=in_doubt)
+    return Sleeping(control, calls, Pausing(control, calls))
 
 
 def do(check: Coroutine[Any, Any, None]) -> None:
@@ -132,12 +145,66 @@ def test_discarded_weights_are_never_run() -> None:
     do(check())
 
 
+def test_weights_are_labelled_torn_before_they_are_discarded() -> None:
+    """Whoever waits for the sleep may be gone by then: its deadline passes, or its process dies. They aren't run."""
+
+    async def check() -> None:
+        server = Server()
+        server.sleep_s = 5.0
+        sleeping = of(server)
+        sent = asyncio.get_running_loop().create_task(sleeping.sleep(TAGS, 2, PauseMode.ABORT))
+        await asyncio.sleep(1.0)
+        assert server.label == TORN
+        sent.cancel()
+        await asyncio.wait({sent})
+        with pytest.raises(FaultError) as caught:
+            await sleeping.wake_up(TAGS)
+        assert caught.value.code is FaultCode.WRONG_STATE
+        await asyncio.sleep(10.0)
+        assert (server.log, sleeping.asleep) == (["sleep 2 abort"], TAGS)
+
+    do(check())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_refused_sleep_leaves_the_engine_awake_and_its_label_as_it_was(level: int) -> None:
+    """Nothing has happened, for certain. A failed one is in doubt."""
+
+    async def check() -> None:
+        server = Server()
+        server.raises = {"sleep": refused(FaultCode.WRONG_STATE, "not now")}
+        sleeping = of(server)
+        with pytest.raises(RefusedError):
+            await sleeping.sleep(TAGS, level, PauseMode.ABORT)
+        assert (sleeping.asleep, server.label) == (frozenset(), "0.3")
+        server.raises = {"sleep": RuntimeError("boom")}
+        with pytest.raises(EngineError):
+            await sleeping.sleep(TAGS, level, PauseMode.ABORT)
+        assert (sleeping.asleep, server.label) == (TAGS, TORN if level > 1 else "0.3")
+
+    do(check())
+
+
+def test_nothing_is_discarded_if_the_weights_cant_be_labelled() -> None:
+    """Nobody could tell later that they are gone."""
+
+    async def check() -> None:
+        server = Server()
+        server.raises = {"set_version": RuntimeError("boom")}
+        sleeping = of(server)
+        with pytest.raises(EngineError):
+            await sleeping.sleep(TAGS, 2, PauseMode.ABORT)
+        assert (server.log, sleeping.asleep) == ([], frozenset())
+
+    do(check())
+
+
 def test_failed_sleep_counts_as_asleep_until_it_was_woken() -> None:
     """In doubt."""
 
     async def check() -> None:
         server = Server()
-        server.raises = {"sleep"}
+        server.raises = {"sleep": RuntimeError("out of host memory")}
         sleeping = of(server)
         with pytest.raises(EngineError, match="out of host memory"):
             await sleeping.sleep(TAGS, 1, PauseMode.ABORT)
@@ -148,16 +215,20 @@ def test_failed_sleep_counts_as_asleep_until_it_was_woken() -> None:
     do(check())
 
 
-def test_engine_that_was_found_paused_may_be_asleep() -> None:
-    """The server doesn't tell one from the other; a wake does no harm."""
+def test_engine_that_sleeps_as_the_agent_before_noted_is_not_resumed_before_it_was_woken() -> None:
+    """The server itself would step over memory that isn't there. One that is merely paused is resumed."""
 
     async def check() -> None:
         server = Server()
         server.is_running = False
-        sleeping = of(server, in_doubt=True)
-        assert sleeping.asleep == TAGS
-        await sleeping.wake_up(TAGS)
-        assert sleeping.asleep == frozenset()
-        assert not server.is_running
+        engine = VllmGrpcEngine(cast(Control, server))
+        assert isinstance(engine, FoundAsleep)
+        engine.go_on_asleep(TAGS)
+        with pytest.raises(AsleepError):
+            await engine.resume()
+        assert server.log == []
+        await engine.wake_up(TAGS)
+        await engine.resume()
+        assert server.log == ["wake kv_cache weights", "pause keep", "resume"]
 
     do(check())
