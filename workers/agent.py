@@ -303,7 +303,7 @@ class Agent:
         self.take(command, None, route_of(body))
 
     def _adopt(self, before: "Agent") -> None:
-        state = replace(before.state, running=None, queued=None)
+        state = replace(before.state, running=None, queued=None, asleep=before.state.maybe_asleep)
         has_ended = state.lease is not None and state.lease.end_op_id is not None
         self._state = retried(state) if has_ended else state  # what its end asked for went with that agent
         self.refusals = before.refusals
