@@ -81,7 +81,7 @@ class LoraFiles:
         except RLBusError:  # one that is a time-out, too
             raise
         except OSError as exc:
-            where = self._folder or self._config.lora_cache_dir or tempfile.gettempdir()
+            where = self._folder or self._config.lora_cache_dir or "the temporary folder"
             message = f"the adapter's files can't be kept in {where} ({exc.strerror or exc}): make room there"
             raise refused(FaultCode.WRONG_STATE, message, path=where) from exc
 

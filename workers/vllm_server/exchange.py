@@ -214,7 +214,7 @@ class Exchange:
         try:
             self._root = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         except OSError as exc:
-            raise FolderError(parent or tempfile.gettempdir(), exc) from exc
+            raise FolderError(parent or "the temporary folder", exc) from exc
         self._num_calls = 0
 
     def open(self, what: str) -> CallFolder:
