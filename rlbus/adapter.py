@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -81,9 +82,19 @@ def copy_file(path: Path, to: BinaryIO | None, limit_bytes: int | None) -> tuple
 
     Raises:
         AdapterError: it is missing, can't be read, is no regular file (a pipe, a device), has more than `limit_bytes`,
-            or more than when it was opened.
+            or more than when it was opened. OSError: `to` can't be written.
     """
     digest, num_bytes = hashlib.sha256(), 0
+    for chunk in _chunks(path, limit_bytes):
+        num_bytes += len(chunk)
+        digest.update(chunk)
+        if to is not None:
+            to.write(chunk)
+    return num_bytes, digest.hexdigest()
+
+
+def _chunks(path: Path, limit_bytes: int | None) -> Iterator[bytes]:
+    num_bytes = 0
     try:
         with open(path, "rb", opener=_opened) as file:
             found = os.fstat(file.fileno())
@@ -94,12 +105,9 @@ def copy_file(path: Path, to: BinaryIO | None, limit_bytes: int | None) -> tuple
                 num_bytes += len(chunk)
                 if num_bytes > limit_bytes:
                     raise AdapterError(str(path), f"has more than {limit_bytes} bytes")
-                digest.update(chunk)
-                if to is not None:
-                    to.write(chunk)
+                yield chunk
     except OSError as exc:
         raise AdapterError(str(path), exc.strerror or type(exc).__name__) from exc
-    return num_bytes, digest.hexdigest()
 
 
 def _opened(path: str, flags: int) -> int:

@@ -94,7 +94,7 @@ async def fetch_object(bus: Bus, source: ObjectSource, folder: Path) -> None:
     """Put the adapter's files into the empty `folder`; what an agent's `AgentConfig.fetch_object` is.
 
     Raises: FaultError: `manifest_mismatch` (the object is gone, or isn't what `source` says) or `transfer_failed` (the
-        store doesn't answer), which may be tried again.
+        store doesn't answer), which may be tried again. OSError: `folder` can't be written.
     Cancel: the folder has a part of it, and is thrown away by its owner.
     """
     try:
@@ -105,7 +105,7 @@ async def fetch_object(bus: Bus, source: ObjectSource, folder: Path) -> None:
             objects.close()
     except MissingError as exc:
         raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), key=source.key) from exc
-    except (BrokenError, DeadlineError, ConfigError, OSError) as exc:
+    except (BrokenError, DeadlineError, ConfigError, ConnectionError, TimeoutError) as exc:
         message = f"object {source.key}: {exc}"
         raise refused(FaultCode.TRANSFER_FAILED, message, retryable=True, key=source.key) from exc
 

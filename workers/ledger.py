@@ -152,7 +152,7 @@ class Ledger:
         self._kept = Past(past.noted, dict(past.running), OrderedDict(past.over), OrderedDict(past.beside))
         self._fd = -1
         self._num_lines = 0
-        # Why nothing is written any more; told once.
+        # The last line couldn't be written: the file lacks it, and is written anew with the next one.
         self._is_broken = False
         self._rewrite()
 
@@ -223,19 +223,23 @@ class Ledger:
 
     def _add(self, line: Line) -> None:
         self._kept.take(line)
-        if self._fd < 0 or self._is_broken:
+        if self._fd < 0:
             return
         try:
-            if self._num_lines >= MAX_LINES:
+            if self._is_broken or self._num_lines >= MAX_LINES:
                 self._rewrite()
-                return
-            _write(self._fd, _encoder.encode(line) + b"\n")
-            self._num_lines += 1
+            else:
+                _write(self._fd, _encoder.encode(line) + b"\n")
+                self._num_lines += 1
         except OSError as exc:
+            if not self._is_broken:
+                text = "%s can't be written (%s): a restart of this worker would know nothing of its ops from here on"
+                _log.error(text, self._path, exc)
             self._is_broken = True
-            _log.error(
-                "%s can't be written (%s): a restart of this worker will know nothing of its ops", self._path, exc
-            )
+            return
+        if self._is_broken:
+            self._is_broken = False
+            _log.warning("%s can be written again, and is whole", self._path)
 
     def _rewrite(self) -> None:
         """Put a file with as few lines as possible in the place of this one; a reader sees the one or the other."""

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlbus.adapter import (
@@ -24,7 +25,7 @@ from rlbus.adapter import (
     copy_file,
 )
 from rlbus.bus import Bus
-from rlbus.errors import error_from_fault, refused
+from rlbus.errors import RLBusError, error_from_fault, refused
 from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
 from rlbus.workers.config import AgentConfig, FetchObject
 from rlbus.workers.preconditions import path_problem
@@ -55,10 +56,14 @@ class LoraFiles:
         """A folder with the files of `checksum`, from `source` unless they are here already. Those `in_use` stay.
 
         Raises:
-            RefusedError: the source may not be read, is too large, or isn't what its checksum says. FaultError: it
-                can't be fetched.
+            RefusedError: the source may not be read, is too large, or isn't what its checksum says; or the copy can't
+                be written. FaultError: it can't be fetched.
         Cancel: a copy may be completed in the background; it is found by the next call, or goes when room is needed.
         """
+        with self._written():
+            return await self._bring(source, checksum, in_use)
+
+    async def _bring(self, source: LoraSource, checksum: str, in_use: frozenset[str]) -> Path:
         if isinstance(source, FolderSource):
             return await asyncio.to_thread(self._copied, source, checksum, in_use)
         if self._config.fetch_object is None:
@@ -67,6 +72,18 @@ class LoraFiles:
         if not await asyncio.to_thread(_is_there, place):
             await self._fetch(self._config.fetch_object, source, checksum, place, in_use)
         return place
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """A copy that can't be written is a refusal: the engine hasn't heard of it."""
+        try:
+            yield
+        except RLBusError:  # one that is a time-out, too
+            raise
+        except OSError as exc:
+            where = self._folder or self._config.lora_cache_dir or "the temporary folder"
+            message = f"the adapter's files can't be kept in {where} ({exc.strerror or exc}): make room there"
+            raise refused(FaultCode.WRONG_STATE, message, path=where) from exc
 
     def _copied(self, source: FolderSource, checksum: str, in_use: frozenset[str]) -> Path:
         self._check(source)
@@ -86,8 +103,9 @@ class LoraFiles:
     def _place(self, checksum: str) -> Path:
         if self._folder is None:
             if self._config.lora_cache_dir is not None:
-                self._folder = Path(self._config.lora_cache_dir) / self._who
-                self._folder.mkdir(parents=True, exist_ok=True)
+                folder = Path(self._config.lora_cache_dir) / self._who
+                folder.mkdir(parents=True, exist_ok=True)
+                self._folder = folder
             else:
                 _sweep(Path(tempfile.gettempdir()))
                 self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))

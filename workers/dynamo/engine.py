@@ -34,7 +34,7 @@ from rlbus.workers.peer_http import Peer, PeerClient
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, RankOutcome
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, FolderError, RankOutcome
 from rlbus.workers.vllm_server.updates import CALL_S, Updates
 from rlbus.workers.vllm_server.updating import UpdatingEngine
 
@@ -201,7 +201,7 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
         self._updates = self._make_updates(exchange, has_transfer=True)
         try:
             return await self._updates.take_over()
-        except EngineDeadError:
+        except (EngineDeadError, FolderError):
             raise
         except EngineError as exc:
             if wanted:

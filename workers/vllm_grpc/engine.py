@@ -28,11 +28,11 @@ from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import Pausing
 from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_grpc.weights import GrpcWeights
-from rlbus.workers.vllm_http.supervisor import LOST
+from rlbus.workers.vllm_http.supervisor import LOST, tell_lost
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.engine import UNLABELLED
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, clear_left
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, FolderError, clear_left
 from rlbus.workers.vllm_server.model import expected_of
 from rlbus.workers.vllm_server.updates import TORN, Updates
 from rlbus.workers.vllm_server.updating import UpdatingEngine
@@ -140,6 +140,8 @@ class VllmGrpcEngine(UpdatingEngine):
         try:
             weights = self._weights
             return greeting_of(await self._calls.hold("hello", lambda: weights.ask(HELLO, CALL_S), CALL_S))
+        except FolderError:
+            raise  # says nothing of its backend
         except EngineError as exc:
             self._calls.check_alive()
             text = "its transfer backend isn't rlbus's; start the server with rlbus installed and VLLM_PLUGINS=rlbus"
@@ -151,7 +153,7 @@ class VllmGrpcEngine(UpdatingEngine):
         """
         is_server_gone = self._control.errored and not self._control.has_dead_engine
         if self._calls.death is not None and not is_server_gone and self._run_dir is not None:
-            Path(self._run_dir, LOST).touch()
+            tell_lost(Path(self._run_dir, LOST))
 
     async def aclose(self) -> None:
         """Drop the group and the connection; the server goes on. Idempotent.

@@ -15,8 +15,8 @@ from rlbus.errors import EngineDeadError, EngineError, FaultError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.faults import as_engine_error
-from rlbus.workers.vllm_server.exchange import Exchange, RankOutcome
-from rlbus.workers.vllm_server.updates import LOAD_S, TRANSFER_S
+from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, RankOutcome
+from rlbus.workers.vllm_server.updates import LOAD_S, TORN, TRANSFER_S
 
 T = TypeVar("T")
 # A call's own deadline, beyond that of whoever waits for it: it is dropped only long after it was given up.
@@ -46,7 +46,8 @@ class GrpcWeights:
             case "update_weights":
                 call = self._control.update_weights(_json(kwargs["update_info"]), TRANSFER_S + LATE_S)
             case "reload_weights":
-                call = self._reload(kwargs["weights_path"])
+                await self._reload(kwargs["weights_path"])
+                return
             case _:
                 raise AssertionError(f"no call of the service stands for {method}")
         await _as_vllm_raises(call)
@@ -80,17 +81,27 @@ class GrpcWeights:
         """A session of its own, in which every rank loads the folder. Like vLLM's reload it is over when it returns;
         unlike it, an engine whose load failed runs again, torn.
         """
+        # That there is no folder, or no label, isn't a failure inside the ranks.
         folder = self._exchange.open("reload")
         try:
-            await self._control.start_update(CALL_S)
-            await self._control.update_weights(_json({"folder": folder.path, "path": path}), LOAD_S)
-            await self._control.finish_update(LOAD_S)
-            for step in ("receive", "finish"):
-                outcomes = (folder.outcome(step, rank) for rank in range(self._num_ranks))
-                for rank, outcome in enumerate(outcomes):
-                    _check(rank, outcome)
+            # The ranks load on when we are gone, and the label of before would then be a lie.
+            await self._control.set_version(TORN)
+            await _as_vllm_raises(self._load(path, folder))
+        except EngineError:
+            raise
+        except FaultError as exc:
+            raise as_engine_error(exc) from exc
         finally:
             folder.remove()
+
+    async def _load(self, path: str, folder: CallFolder) -> None:
+        await self._control.start_update(CALL_S)
+        await self._control.update_weights(_json({"folder": folder.path, "path": path}), LOAD_S)
+        await self._control.finish_update(LOAD_S)
+        for step in ("receive", "finish"):
+            outcomes = (folder.outcome(step, rank) for rank in range(self._num_ranks))
+            for rank, outcome in enumerate(outcomes):
+                _check(rank, outcome)
 
 
 def _check(rank: int, outcome: RankOutcome | None) -> None:

@@ -36,7 +36,7 @@ from rlbus.workers.peer_http import Peer, PeerClient, PeerError
 from rlbus.workers.vllm_http.facts import ServerFacts, ask, denied
 from rlbus.workers.vllm_http.loras import RemoteLoras
 from rlbus.workers.vllm_http.remote import RemoteLLM, until_healthy
-from rlbus.workers.vllm_http.supervisor import LOST
+from rlbus.workers.vllm_http.supervisor import LOST, tell_lost
 from rlbus.workers.vllm_server.about import ABOUT, About
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.engine import VllmEngine
@@ -298,7 +298,7 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
         anew: whoever supervises it, if that is us, is told by a file.
         """
         if inner.death is not None and self._remote_death() is None and self._run_dir is not None:
-            Path(self._run_dir, LOST).touch()
+            tell_lost(Path(self._run_dir, LOST))
 
     def _remote_death(self) -> str | None:
         return None if self._llm is None else self._llm.death

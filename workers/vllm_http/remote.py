@@ -13,7 +13,7 @@ from rlbus.errors import EngineDeadError, EngineError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.peer_http import PeerClient, PeerError
 from rlbus.workers.vllm_server.calls import OVERDUE_S
-from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TRANSFER_S
+from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TORN, TRANSFER_S
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -120,6 +120,8 @@ class RemoteLLM:
             path, limit_s = _ROUTES[method]
             return await self._collective(path, kwargs, limit_s)
         assert method == "reload_weights", method
+        # The server loads on when we are gone, and the label of before would then be a lie.
+        await self.update_weight_version(TORN)
         return await self._collective("/collective_rpc", {"method": method, "kwargs": kwargs}, LOAD_S)
 
     async def plugin(self, method: str, path: str, *, body: Any = None, limit_s: float) -> Any:

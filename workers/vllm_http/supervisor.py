@@ -253,3 +253,11 @@ def _taken(lost: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def tell_lost(lost: Path) -> None:
+    """Have the server started anew. Where the file can't be written the next agent of this server finds it as lost."""
+    try:
+        lost.touch()
+    except OSError as exc:
+        _log.error("%s can't be written (%s): start the server anew by hand", lost, exc)

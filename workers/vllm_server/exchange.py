@@ -3,11 +3,13 @@
 vLLM's transfer calls return nothing, and while one runs the engine answers no other. So each call gets a folder of
 its own, made by the agent: every rank counts its bytes in it and leaves its outcome there, and the agent can ask for
 the end of a call by a file. A failed transfer is an outcome and not an exception of the call: with several workers an
-exception leaves vLLM's replies out of step for ever (facts/vllm-cpu.md 6).
+exception leaves vLLM's replies out of step for ever (facts/vllm-cpu.md 6). So neither side takes a folder that can't be
+written for a failure of the engine: without one the engine isn't asked, and what a rank can't write it only logs.
 
 Free of torch and vLLM. All processes have to be on one machine.
 """
 
+import logging
 import os
 import shutil
 import struct
@@ -19,7 +21,10 @@ from typing import Any
 
 import msgspec
 
-from rlbus.schemas import Fault, TensorSum
+from rlbus.errors import EngineError
+from rlbus.schemas import Fault, FaultCode, TensorSum
+
+_log = logging.getLogger("rlbus.workers")
 
 _COUNT = struct.Struct("<qq")
 _STOP = "stop"
@@ -55,6 +60,14 @@ class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
 _decoder = msgspec.json.Decoder(RankOutcome)
 
 
+class FolderError(EngineError):
+    """A folder can't be written, so the engine was not asked for what needs it."""
+
+    def __init__(self, path: str, cause: OSError) -> None:
+        text = f"{path} can't be written ({cause.strerror or cause}); the engine was not asked: make room there"
+        super().__init__(Fault(code=FaultCode.ENGINE_FAILED, message=text, detail={"path": path}))
+
+
 class CallFolder:
     """The folder of one call, seen from either side. `rank` counts the worker's processes from 0."""
 
@@ -64,11 +77,16 @@ class CallFolder:
     # --- the agent's side
 
     def stop(self, reason: str) -> None:
-        """Ask every rank to end the call. Idempotent, also when the folder is gone."""
+        """Ask every rank to end the call. Idempotent, also when the folder is gone. One that can't be written is
+        removed: that asks for the same, and costs what the ranks would have said.
+        """
         try:
             _replace(Path(self.path, _STOP), reason.encode())
         except FileNotFoundError:
             return
+        except OSError as exc:
+            _log.warning("%s can't be written (%s), and is removed, which stops its call, too", self.path, exc)
+            self.remove()
 
     def progress(self, rank: int) -> tuple[int, int] | None:
         """(bytes done, bytes in all) of a rank; None until it stands ready."""
@@ -81,8 +99,15 @@ class CallFolder:
         return None if data is None else _decoder.decode(data)
 
     def put_tensors(self, tensors: Any) -> None:
-        """Leave the manifest of a transfer for the ranks, where the way to them doesn't carry so much."""
-        Path(self.path, _TENSORS).write_bytes(msgspec.json.encode(tensors))
+        """Leave the manifest of a transfer for the ranks, where the way to them doesn't carry so much.
+
+        Raises:
+            FolderError: it can't be written.
+        """
+        try:
+            Path(self.path, _TENSORS).write_bytes(msgspec.json.encode(tensors))
+        except OSError as exc:
+            raise FolderError(self.path, exc) from exc
 
     def remove(self) -> None:
         """Delete it. A rank that still writes finds it gone."""
@@ -109,16 +134,20 @@ class CallFolder:
         """Say that this rank stands ready for `total` bytes.
 
         Raises:
-            FileNotFoundError: nobody waits any more.
+            FileNotFoundError: nobody waits any more. OSError: it can't be said.
         """
         return Counter(self._progress(rank), total)
 
     def end(self, step: str, rank: int, outcome: RankOutcome) -> None:
-        """Leave the outcome of a step, whole or not at all. Nobody to read it is no error."""
+        """Leave the outcome of a step, whole or not at all. Nobody to read it is no error, and one that can't be
+        written is only logged: who reads takes a missing one for the worst.
+        """
         try:
             _replace(self._outcome(step, rank), msgspec.json.encode(outcome))
         except FileNotFoundError:
             return
+        except OSError as exc:
+            _log.error("rank %d can't leave its outcome of %s in %s: %s", rank, step, self.path, exc)
 
     def _progress(self, rank: int) -> Path:
         return Path(self.path, f"progress-{rank}")
@@ -132,10 +161,20 @@ class Counter:
 
     def __init__(self, path: Path, total: int) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        self.update(0, total)
+        try:
+            self._write(0, total)
+        except OSError:
+            self.close()
+            raise
 
     def update(self, done: int, total: int) -> None:
-        """Write the count; cheap enough for every bucket."""
+        """Write the count; cheap enough for every bucket. No transfer fails by one that can't be written."""
+        try:
+            self._write(done, total)
+        except OSError as exc:
+            _log.debug("a count can't be written: %s", exc)
+
+    def _write(self, done: int, total: int) -> None:
         os.pwrite(self._fd, _COUNT.pack(done, total), 0)
 
     def close(self) -> None:
@@ -169,17 +208,27 @@ _PREFIX = "rlbus-vllm-"
 
 
 class Exchange:
-    """The private folder of one agent, in which each call gets its own."""
+    """The private folder of one agent, in which each call gets its own. Raises FolderError if it can't be made."""
 
     def __init__(self, parent: str | None = None) -> None:
-        self._root = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        try:
+            self._root = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        except OSError as exc:
+            raise FolderError(parent or "the temporary folder", exc) from exc
         self._num_calls = 0
 
     def open(self, what: str) -> CallFolder:
-        """A new folder for one call."""
+        """A new folder for one call.
+
+        Raises:
+            FolderError: it can't be made.
+        """
         self._num_calls += 1
         path = os.path.join(self._root, f"{self._num_calls}-{what}")
-        os.mkdir(path, 0o700)
+        try:
+            os.mkdir(path, 0o700)
+        except OSError as exc:
+            raise FolderError(path, exc) from exc
         return CallFolder(path)
 
     def close(self) -> None:
@@ -196,9 +245,10 @@ def clear_left(parent: str) -> None:
 
 
 def _read(path: Path) -> bytes | None:
+    """What can't be read counts as not there."""
     try:
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
 
 

@@ -19,7 +19,7 @@ from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, Update
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
 from rlbus.workers.vllm_server.draft import DraftSums
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, Exchange, RankOutcome
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, Exchange, FolderError, RankOutcome
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -142,23 +142,19 @@ class Updates:
             self._stop(session.folder, "the group was left")
         if not self._may_have_group:
             return
-        folder = self._exchange.open("leave")
-        try:
-            await self._init(folder, None, 0)
-        finally:
-            folder.remove()
+        await self._init(None, None, 0)
         self._may_have_group = False
 
     async def _init(
-        self, folder: CallFolder, plan: Any, first_rank: int, *, ask: str | None = None, limit_s: float = CALL_S
+        self, folder: CallFolder | None, plan: Any, first_rank: int, *, ask: str | None = None, limit_s: float = CALL_S
     ) -> None:
         await self._calls.hold(
             "init_weight_transfer_engine", lambda: self._call_init(folder, plan, first_rank, ask), limit_s
         )
 
-    async def _call_init(self, folder: CallFolder, plan: Any, first_rank: int, ask: str | None) -> None:
+    async def _call_init(self, folder: CallFolder | None, plan: Any, first_rank: int, ask: str | None) -> None:
         info = {
-            "folder": folder.path,
+            "folder": "" if folder is None else folder.path,  # who only leaves has nothing to say
             "plan": plan,
             "first_rank": first_rank,
             "first_dp_index": self._first_dp_index,
@@ -233,8 +229,13 @@ class Updates:
                 await self._put_together(earlier, TORN)  # the ranks forget with it what has come
             elif earlier.is_open:  # nothing came in it: it was opened to clean up, or never begun
                 await self._give_up(earlier, is_touched)
+        try:
+            folder = self._exchange.open("update")
+        except FolderError as exc:
+            raise UpdateFailedError(exc.fault, is_touched) from exc
+        if earlier is not None:
             self._end(earlier)
-        session = self._session = _Session(self._exchange.open("update"), is_draft)
+        session = self._session = _Session(folder, is_draft)
         session.is_touched = is_touched
         return session
 
@@ -267,6 +268,9 @@ class Updates:
             session.was_asked = True
             try:
                 await self._rpc("update_weights", update_info=info)
+            except FolderError:
+                session.was_asked = False
+                raise
             except Exception:
                 session.is_open = False  # vLLM closes its session when the call itself fails
                 raise
@@ -377,8 +381,10 @@ class Updates:
 
     def _stop(self, folder: CallFolder, why: str) -> None:
         """Let the ranks give a transfer up; an engine that doesn't come back from it is lost."""
-        folder.stop(why)
-        self._calls.call_back()
+        try:
+            folder.stop(why)
+        finally:
+            self._calls.call_back()
 
     async def _close(self, session: _Session) -> None:
         async def finish() -> None:
@@ -442,13 +448,17 @@ class Updates:
 
         async def reload() -> None:
             session.was_asked = True
-            await self._rpc("reload_weights", weights_path=path)
+            try:
+                await self._rpc("reload_weights", weights_path=path)
+            except FolderError:
+                session.was_asked = False
+                raise
 
         try:
             await self._calls.hold("reload_weights", reload, LOAD_S, is_paused=True)
             await self._label(str(version))
         except FaultError as exc:
-            raise UpdateFailedError(exc.fault, weights_touched=True) from exc
+            raise UpdateFailedError(exc.fault, weights_touched=not isinstance(exc, FolderError)) from exc
         self._end(session)
 
     async def _outcomes(

@@ -1,12 +1,15 @@
 """The checksum of an adapter's files."""
 
+import errno
+import io
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlbus.adapter import MAX_CONFIG_BYTES, AdapterError, adapter_sum
+from rlbus.adapter import MAX_CONFIG_BYTES, AdapterError, adapter_sum, copy_file
 
 pytestmark = pytest.mark.unit
 
@@ -72,3 +75,15 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
         thread.join(10.0)
         assert [str(exc) for exc in found] == [f"{weights}: is no regular file"]
         weights.unlink()
+
+
+def test_copy_that_cannot_be_written_is_no_mistake_of_the_source(tmp_path: Path) -> None:
+    """Who copies knows where to make room."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any, /) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = write(tmp_path / "a") / "adapter_config.json"
+    with pytest.raises(OSError, match="No space left"):
+        copy_file(source, Full(), None)

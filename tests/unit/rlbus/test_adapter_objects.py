@@ -66,6 +66,20 @@ def test_a_worker_fetches_what_a_trainer_put(tmp_path: Path) -> None:
     assert adapter_sum(to) == adapter_sum(folder)
 
 
+def test_a_folder_that_cannot_be_written_is_no_fault_of_the_store(tmp_path: Path) -> None:
+    """Another try wouldn't help."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario() -> None:
+        broker = MemoryBroker()
+        async with Bus(broker.connect(), clock=LoopClock()) as trainer, Bus(broker.connect()) as worker:
+            put = await upload(open_objects(trainer, "test"), "test", folder)
+            with pytest.raises(FileNotFoundError):
+                await fetch_object(worker, put.source, tmp_path / "gone")
+
+    run(scenario())
+
+
 def test_a_folder_that_changes_while_it_is_read_is_never_seen(tmp_path: Path) -> None:
     """Its checksum was told before: other bytes must not lie under it."""
     folder = adapter(tmp_path / "a")

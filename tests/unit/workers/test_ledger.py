@@ -1,6 +1,7 @@
 """What a worker knows after its process was started again."""
 
 import asyncio
+import errno
 import logging
 import os
 import time
@@ -300,6 +301,28 @@ def test_folder_that_cannot_be_made_is_said(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "file").touch()
     assert Ledger.open(tmp_path / "file", NAMESPACE, COMPONENT, INSTANCE_ID) is None
     assert "not kept over a restart" in caplog.text
+
+
+def test_ledger_that_could_not_be_written_is_whole_again_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No op fails by it; it is said once; and an op that ended meanwhile isn't taken for one that was cut off."""
+
+    def full(fd: int, data: bytes) -> None:
+        os.write(fd, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with opened(tmp_path) as ledger:
+        ledger.began("a", "flush_cache", "d")
+        with monkeypatch.context() as patch:
+            patch.setattr(ledgers, "_write", full)
+            ledger.over(result_of("a"), "flush_cache", "d")
+            ledger.began("b", "flush_cache", "d")
+        ledger.over(result_of("b"), "flush_cache", "d")
+        ledger.began("c", "flush_cache", "d")
+    assert caplog.text.count("No space left") == 1
+    with opened(tmp_path) as again:
+        assert (list(again.past.over), list(again.past.running), again.past.num_unread) == (["a", "b"], ["c"], 0)
 
 
 def test_read_keeps_the_newest_note() -> None:

@@ -1,7 +1,9 @@
 """A worker's own copies of adapters: checked, shared by checksum, bounded, and cleaned."""
 
 import asyncio
+import errno
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -138,6 +140,40 @@ def test_fetch_that_goes_wrong_leaves_nothing(tmp_path: Path, way: str) -> None:
     with pytest.raises((FaultError, OSError, asyncio.CancelledError)):
         asyncio.run(files.bring(object_source(), checksum, NOBODY))
     assert list((tmp_path / "cache" / "w").iterdir()) == []
+
+
+def full(*_: Any, **__: Any) -> Any:
+    """What a disk without room says."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("what", ["no folder", "half a file", "half an object"])
+def test_copy_that_finds_no_room_on_the_disk_is_refused_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The worker's own folder is named, not the source."""
+    folder, checksum = folder_source(fake_adapter(tmp_path / "a", "bytes"))
+    is_object = what == "half an object"
+    source = object_source() if is_object else folder
+    files = files_of(tmp_path, fetch_object=full)
+    with monkeypatch.context() as patch:
+        if what == "no folder":
+            patch.setattr(os, "mkdir", full)
+        elif what == "half a file":
+            patch.setattr(Path, "open", lambda *_: FullFile())
+        with pytest.raises(FaultError, match="make room") as caught:
+            asyncio.run(files.bring(source, checksum, NOBODY))
+    assert caught.value.code is FaultCode.WRONG_STATE
+    assert caught.value.fault.detail["path"].startswith(str(tmp_path / "cache"))
+    assert asyncio.run(files.bring(folder, checksum, NOBODY)).is_dir()
+
+
+class FullFile(io.BytesIO):
+    """A file on such a disk."""
+
+    def write(self, data: Any, /) -> int:
+        """No."""
+        return int(full())
 
 
 def test_object_is_refused_by_a_worker_that_cant_fetch_or_hasnt_the_room(tmp_path: Path) -> None:

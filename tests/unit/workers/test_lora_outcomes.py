@@ -1,6 +1,8 @@
 """What a worker refuses about adapters, and what it makes of calls of the engine that went wrong."""
 
 import asyncio
+import errno
+import os
 import random
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from rlbus.schemas import (
 from rlbus.testing import run
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
+from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.lora_testing import config_for, fake_adapter, load_of
 from rlbus.workers.testing import Rig, code_of, updated, worker_on_bus
 from tests.unit.workers.lora_stage import PROMPT, data_of, ids, listed, play, publish
@@ -181,6 +184,25 @@ def test_folder_that_isnt_what_was_announced_is_refused(tmp_path: Path, what: st
         assert (refused.status, code_of(refused)) == (ResultStatus.REFUSED, FaultCode.MANIFEST_MISMATCH)
         assert list((tmp_path / "cache").glob("*/*")) == []
         assert rig.agent.state.adapters == ()
+
+    play(tmp_path, scenario)
+
+
+def test_load_whose_files_find_no_room_on_the_disk_is_refused_before_the_engine_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was evicted for it; with room it goes well."""
+
+    async def scenario(rig: Rig) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(LoraFiles, "_copied", full)
+            refused = await rig.send(publish(tmp_path, 7))
+        assert (refused.status, code_of(refused)) == (ResultStatus.REFUSED, FaultCode.WRONG_STATE)
+        assert rig.engine.calls.count("load_lora") == 0
+        assert (await rig.send(publish(tmp_path, 7))).status is ResultStatus.OK
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     play(tmp_path, scenario)
 

@@ -12,10 +12,13 @@ from rlbus.testing import run
 from rlbus.workers.dynamo.engine import DynamoEngine
 from rlbus.workers.dynamo.rpc import DynamoRpc
 from rlbus.workers.dynamo.surface import Surface
-from rlbus.workers.engines.base import UpdateFailedError
+from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
 from rlbus.workers.peer_http import Peer, PeerClient
-from rlbus.workers.vllm_server.exchange import CallFolder
+from rlbus.workers.vllm_server.calls import EngineCalls
+from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, FolderError
+from rlbus.workers.vllm_server.updates import Updates
 from tests.unit.workers.dynamo.fake_dynamo import URL, FakeDynamo, FakeWorker, on_engine
+from tests.unit.workers.vllm_server.full_disk import full_disk
 
 pytestmark = pytest.mark.unit
 
@@ -42,6 +45,51 @@ def test_a_reload_is_labelled_torn_until_it_is_done(tmp_path: Path) -> None:
         assert worker.rpcs[-1] == ("reload_weights", {"weights_path": str(tmp_path / "model")})
 
     on_engine(worker, tmp_path, check)
+
+
+def test_update_whose_manifest_finds_no_room_leaves_the_weights_alone_and_costs_no_restart(tmp_path: Path) -> None:
+    """Dynamo was never asked, so its ranks are in step, and hold what they held."""
+    worker = FakeWorker(is_paused=True, world_size=2)
+
+    async def main() -> None:
+        client = PeerClient(Peer.of(URL), transport=FakeDynamo({URL: worker}))
+        rpc = DynamoRpc(Surface(client))
+        calls = EngineCalls(rpc, 2)
+        exchange = Exchange(str(tmp_path))
+        updates = Updates(rpc, calls, exchange, world_size=2, first_dp_index=0, expected=None, has_transfer=True)
+        updates._epoch = 1
+        order = ReceiveOrder("op", 1, V1, (TensorSpec(name="w", dtype="float32", shape=(2,)),), 16)
+        folder = exchange.open("update")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Exchange, "open", lambda self, what: folder)
+            with full_disk(), pytest.raises(UpdateFailedError, match="No space") as caught:
+                await updates.receive(order, lambda: None, lambda done, total: None)
+        assert not caught.value.weights_touched
+        assert calls.death is None
+        await updates.abort()
+        assert not worker.is_open
+        assert worker.label is None
+        await client.aclose()
+
+    run(main())
+
+
+def test_worker_is_not_adopted_for_less_than_it_can_because_the_disk_is_full(tmp_path: Path) -> None:
+    """It is tried again: without the folder nobody knows whether it has our backend."""
+
+    async def check(engine: DynamoEngine) -> None:
+        raise AssertionError("it was adopted")
+
+    opened = Exchange.open
+
+    def full(self: Exchange, what: str) -> CallFolder:
+        with full_disk():
+            return opened(self, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "open", full)
+        with pytest.raises(FolderError):
+            on_engine(FakeWorker(), tmp_path, check)
 
 
 def test_weights_can_be_named_without_loading_any(tmp_path: Path) -> None:
