@@ -1,9 +1,9 @@
 """What a trainer keeps of the versions that it sent, so that a worker that comes back can be given them again.
 
-A snapshot is recorded while its tensors are sent, tensor by tensor from the very same source, and is complete before
-the trainer says that it sent everything: so it is there before anybody is committed. Invariants: the last version that
-was committed on somebody is kept, and beside it at most one that may have been; a snapshot that can't be kept (no
-memory, a full disk) costs the snapshot, never the update.
+A snapshot is recorded while its tensors are sent, tensor by tensor from the very same source, and completed when the
+update has ended: a disk is waited for while no engine stands still for us. Invariants: the last version that was
+committed is kept, and beside it at most one, which may have been committed or is being recorded; a snapshot that can't
+be kept (no memory, a full disk), completed or removed costs the snapshot, never the update.
 """
 
 import asyncio
@@ -20,12 +20,15 @@ from rlbus.transfer.plane import WeightSource
 
 _log = logging.getLogger("rlbus.trainer")
 
-# Versions that are kept after an update: the last one committed, and one that nobody can say of.
-MAX_KEPT = 2
+# How long a snapshot may take to be completed when nobody knows how its update ended: whoever asked for it has left.
+LEFT_LIMIT_S = 5.0
 
 
 class Recording(Protocol):
-    """Takes the tensors of one version, in the order of its specs. Called from the thread that sends."""
+    """Takes the tensors of one version, in the order of its specs: in the thread that sends, while others wait for it.
+
+    `finish` and `discard` may wait for a disk, in a thread of their own.
+    """
 
     def begin(self) -> None:
         """From the first tensor on; also in place of what was taken before."""
@@ -44,24 +47,76 @@ class Recording(Protocol):
         ...
 
 
+class Snapshot:
+    """One recording, and what became of it. No method raises: what keeps it from being kept is logged.
+
+    `name` is what a log calls it.
+    """
+
+    def __init__(self, recording: Recording, name: str) -> None:
+        # It has taken something, or all, that `discard` frees.
+        self.is_held = False
+        # All was taken: `finish` may follow.
+        self.is_complete = False
+        # What to send from again; set by `finish`, unless workers read it by themselves.
+        self.again: WeightSource | None = None
+        self._recording = recording
+        self._name = name
+
+    def begin(self) -> None:
+        """From the first tensor on."""
+        self.is_held, self.is_complete = True, False
+        self._try(self._recording.begin)
+
+    def take(self, name: str, tensor: Any) -> None:
+        """The next tensor; nothing, if one before it couldn't be kept."""
+        if self.is_held:
+            self._try(partial(self._recording.take, name, tensor))
+
+    def finish(self) -> None:
+        """All were taken. Blocks as long as a disk takes for all of it."""
+        self._try(self._finish)
+
+    def discard(self) -> None:
+        """Free what it holds. Idempotent."""
+        self.is_held, self.is_complete, self.again = False, False, None
+        try:
+            self._recording.discard()
+        except OSError as exc:
+            _log.warning("snapshot %s isn't removed: %s", self._name, exc)
+
+    def _finish(self) -> None:
+        self.again = self._recording.finish()
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as exc:  # noqa: BLE001 - no memory, a full disk: the update goes on without a snapshot
+            _log.error("no snapshot is kept of this version: %s: %s", type(exc).__name__, exc)
+            self.discard()
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """One version that can be given again: `request` is the update that it was first sent in."""
 
     request: UpdateWeights
     specs: tuple[TensorSpec, ...]
-    source: WeightSource | None
-    recording: Recording
+    snapshot: Snapshot
+
+    @property
+    def source(self) -> WeightSource | None:
+        """What to send; None: nothing, or workers read it by themselves."""
+        return self.snapshot.again
 
 
 class Recorded:
-    """A source that is recorded as it is read; a WeightSource itself. `is_complete` when it was read to its end."""
+    """A source that is recorded as it is read; a WeightSource itself. `in_the_way` is discarded before that begins."""
 
-    def __init__(self, source: WeightSource, recording: Recording) -> None:
-        self.is_complete = False
-        self.again: WeightSource | None = None
-        self.recording = recording
+    def __init__(self, source: WeightSource, snapshot: Snapshot, in_the_way: Sequence[Snapshot] = ()) -> None:
+        self.snapshot = snapshot
         self._source = source
+        self._in_the_way = list(in_the_way)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """As the source."""
@@ -69,24 +124,14 @@ class Recorded:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield what the source yields."""
-        self.is_complete = False
-        is_good = self._try(self.recording.begin)
+        while self._in_the_way:
+            self._in_the_way.pop().discard()
+        self.snapshot.begin()
         for name, tensor in self._source:
-            is_good = is_good and self._try(partial(self.recording.take, name, tensor))
+            self.snapshot.take(name, tensor)
             yield name, tensor
-        self.is_complete = is_good and self._try(self._finish)
-
-    def _finish(self) -> None:
-        self.again = self.recording.finish()
-
-    def _try(self, step: Callable[[], None]) -> bool:
-        try:
-            step()
-        except Exception as exc:  # noqa: BLE001 - no memory, a full disk: the update goes on without a snapshot
-            _log.error("no snapshot is kept of this version: %s: %s", type(exc).__name__, exc)
-            self.recording.discard()
-            return False
-        return True
+        # Not `finish`: a sender comes to the source's end while the last tensor is still to be sent.
+        self.snapshot.is_complete = self.snapshot.is_held
 
 
 class Snapshots:
@@ -107,6 +152,10 @@ class Snapshots:
         self._folder = folder
         # By version, oldest first.
         self._kept: dict[Version, Kept] = {}
+        # What the fleet has, as far as our updates tell.
+        self._committed: Version | None = None
+        # The one that was begun last.
+        self._last: Snapshot | None = None
 
     def offer(self, version: Version, inbox: str | None) -> SnapshotOffer:
         """What an update to `version` says of it."""
@@ -114,42 +163,75 @@ class Snapshots:
         return SnapshotOffer(kind=self.kind, inbox=inbox if self.kind is SnapshotKind.MEMORY else None, path=path)
 
     def record(self, request: UpdateWeights, source: WeightSource, specs: Sequence[TensorSpec]) -> WeightSource:
-        """What to send in place of `source`."""
+        """What to send in place of `source`. When it is first read, at most one other version stays."""
         if self._new_recording is None:
             return source
-        return Recorded(source, self._new_recording(request.version, specs))
+        self._drop_freed()
+        name = str(request.version if self._folder is None else self._folder / str(request.version))
+        self._last = Snapshot(self._new_recording(request.version, specs), name)
+        spared = to_spare(tuple(self._kept), self._committed)
+        return Recorded(source, self._last, [kept.snapshot for v, kept in self._kept.items() if v != spared])
 
     async def settle(
         self, request: UpdateWeights, source: WeightSource, specs: tuple[TensorSpec, ...], status: OpStatus | None
     ) -> None:
-        """The update has ended so (None: nobody knows); `source` is what was sent. Keep it, and forget what it ends.
+        """The update has ended so (None: nobody knows); `source` is what was sent. Complete and keep it, and forget
+        what it ends. Takes as long as the disk does; LEFT_LIMIT_S at most if nobody knows.
 
-        Cancel: what is to be forgotten is, in a thread.
+        Cancel: it is completed, and what is to be forgotten is, in a thread.
         """
         if not isinstance(source, Recorded):
             return
-        version, ended = request.version, []
-        if source.is_complete:
-            # What was kept under the same version before was replaced when this one was complete.
-            self._kept.pop(version, None)
-            self._kept[version] = Kept(request, specs, source.again, source.recording)
-        else:
-            ended.append(source.recording)
         is_committed = status in (OpStatus.OK, OpStatus.PARTIAL)
-        while len(self._kept) > MAX_KEPT or (is_committed and set(self._kept) - {version}):
-            ended.append(self._kept.pop(next(v for v in self._kept if v != version)).recording)
-        await asyncio.to_thread(self._end, ended, is_committed)
+        ended = self._note(Kept(request, specs, source.snapshot), is_committed)
+        # Not to_thread: a cancelled one that waits for a thread is dropped.
+        ending = asyncio.get_running_loop().run_in_executor(None, self._end, source.snapshot, ended, is_committed)
+        await asyncio.wait({ending}, timeout=LEFT_LIMIT_S if status is None else None)
+        if ending.done():
+            ending.result()
+        else:
+            _log.warning("the snapshot of version %s is still being written", request.version)
 
-    def _end(self, ended: Sequence[Recording], is_committed: bool) -> None:
-        for recording in ended:
-            recording.discard()
-        if is_committed and self._tidy is not None:
-            self._tidy(tuple(self._kept))
+    def _note(self, sent: Kept, is_committed: bool) -> list[Snapshot]:
+        """Keep what was sent, if it was recorded to its end; what has to go."""
+        version, ended = sent.request.version, []
+        self._drop_freed()
+        if sent.snapshot.is_complete:
+            # What was kept under the same version before is replaced when this one is finished.
+            self._kept.pop(version, None)
+            self._kept[version] = sent
+        else:
+            ended.append(sent.snapshot)
+        if is_committed:
+            self._committed = version
+            ended += [self._kept.pop(v).snapshot for v in tuple(self._kept) if v != version]
+        return ended
+
+    def _drop_freed(self) -> None:
+        """What made room for another, or couldn't be completed, is kept no more."""
+        self._kept = {v: kept for v, kept in self._kept.items() if kept.snapshot.is_held}
+
+    def _end(self, sent: Snapshot, ended: Sequence[Snapshot], is_committed: bool) -> None:
+        if sent.is_complete:
+            sent.finish()
+        for snapshot in ended:
+            snapshot.discard()
+        # Not beside one that was begun meanwhile, whose files look like those of a process that died.
+        if is_committed and self._tidy is not None and sent is self._last:
+            try:
+                self._tidy(tuple(self._kept))
+            except OSError as exc:
+                _log.warning("old snapshots stay in %s: %s", self._folder, exc)
 
     def get(self, version: Version) -> Kept | None:
         """What can be sent again, None if this version isn't kept in memory."""
         kept = self._kept.get(version)
         return None if kept is None or kept.source is None else kept
+
+
+def to_spare(kept: Sequence[Version], committed: Version | None) -> Version | None:
+    """Of what is kept, oldest first, the one that stays beside the next: what the fleet has, else the newest."""
+    return committed if committed in kept else next(reversed(kept), None)
 
 
 def open_snapshots(kind: SnapshotKind | str, folder: Path | str | None) -> Snapshots:

@@ -60,7 +60,8 @@ class Session:
             snapshot: what is kept of the last version for workers that come back behind it. "none": nothing, they wait
                 for the next update. "memory": a copy in this process, sent again over the group (one model of host
                 memory, two while an update is sent). "disk": a safetensors folder in `snapshot_dir`, which the workers
-                read by themselves, also when this process is gone.
+                read by themselves, also when this process is gone; complete when `update_weights` returns, which waits
+                for the disk after the engines have gone on.
             snapshot_dir: for "disk"; below a weight root of every worker. Two versions' worth of space.
 
         Raises:

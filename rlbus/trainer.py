@@ -199,7 +199,7 @@ class Trainer(TrainerLoras):
             PartialError: nobody is at the new version, or fewer than `require` (None: with "stop", fewer than all);
                 `.report` has one outcome per worker, and what each was left in.
             DeadlineError: no report in time. BrokenError: no controller, or it went away.
-        Cancel: the op is taken back and the group left, which takes at most 25 s. The controller then ends it as any
+        Cancel: the op is taken back and the group left, which takes at most 30 s. The controller then ends it as any
             other failed update: undone before the first byte, dirty and reported after it, done if it was committed.
         """
         started = asyncio.get_running_loop().time()

@@ -3,7 +3,9 @@
 See `rlbus._snapshots`.
 """
 
+import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -22,6 +24,8 @@ from rlbus.transfer.checksum import RunningChecksum
 from rlbus.transfer.flat import byte_view, copy_bytes, new_row
 from rlbus.transfer.folder import LENGTH, MAX_HEADER_BYTES, header_of
 from rlbus.transfer.manifest import num_bytes
+
+_log = logging.getLogger("rlbus.trainer")
 
 FILE = "model.safetensors"
 # A folder of this kind: a version, or one that is being written.
@@ -100,31 +104,40 @@ class DiskRecording:
         """See `Recording`. Raises: OSError; TransferError: a tensor is missing."""
         if self._file is None or self._num_taken != len(self._specs):
             raise _incomplete(self._num_taken, len(self._specs))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        with file:
+            file.flush()
+            os.fsync(file.fileno())
         shutil.rmtree(self._path, ignore_errors=True)
         self._tmp.rename(self._path)
         self._is_named = True
 
     def discard(self) -> None:
         """See `Recording`."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # a full disk refuses what is still in the buffer once more
+                file.close()
         shutil.rmtree(self._path if self._is_named else self._tmp, ignore_errors=True)
         self._is_named = False
 
 
 def remove_others(folder: Path, keep: Collection[Version]) -> None:
-    """Remove what recordings of any process left in `folder`, except those of `keep`. Nothing else is touched."""
+    """Remove what recordings of any process left in `folder`, except those of `keep`. Nothing else is touched.
+
+    One that can't be looked into is logged. Raises: OSError: `folder` itself can't be.
+    """
     names = {str(version) for version in keep}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if not path.is_dir() or not _NAME.fullmatch(path.name) or path.name in names:
+        if not _NAME.fullmatch(path.name) or path.name in names:
             continue
-        if {file.name for file in path.iterdir()} <= {FILE}:
-            shutil.rmtree(path, ignore_errors=True)
+        try:
+            if path.is_dir() and {file.name for file in path.iterdir()} <= {FILE}:
+                shutil.rmtree(path, ignore_errors=True)
+        except FileNotFoundError:  # somebody else was faster
+            continue
+        except OSError as exc:
+            _log.warning("old snapshot %s stays: %s", path, exc)
 
 
 def _incomplete(num_taken: int, num_announced: int) -> TransferError:

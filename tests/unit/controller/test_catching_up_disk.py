@@ -1,7 +1,7 @@
 """Catch-up from a folder that the trainer wrote: the controller does it without the trainer."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from rlbus.controller.giving_way import GIVE_WAY_S
 from rlbus.schemas import (
     Generation,
     LoadWeights,
+    OpStatus,
     SnapshotKind,
     TensorSpec,
     Version,
@@ -166,3 +167,23 @@ def test_an_update_goes_on_without_a_worker_whose_load_takes_long(tmp_path: Path
             assert "1" not in await scene.addressed(LoadWeights)
 
     play([plain_worker(1), plain_worker(2)], scenario, snapshots=disk(tmp_path))
+
+
+def test_a_committed_update_is_reported_though_old_snapshots_can_not_be_tidied(
+    tmp_path: Path, config: AgentConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder is named in the log, the trainer knows what it sent, and the next update isn't hindered."""
+
+    def tidy(_: Collection[Version]) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "0.1"))
+
+    async def scenario(scene: Scene) -> None:
+        assert (await scene.update(6)).status is OpStatus.OK
+        assert scene.fleet.trainer.version == V6
+        assert outcomes(await scene.update(7)) == {"1": "ok", "2": "ok"}
+
+    kept = Snapshots(
+        SnapshotKind.DISK, lambda version, specs: FolderRecording(tmp_path, version, specs), tmp_path, tidy
+    )
+    play(two(config, {}), scenario, snapshots=kept)
+    assert f"old snapshots stay in {tmp_path}: [Errno 13] Permission denied" in caplog.text

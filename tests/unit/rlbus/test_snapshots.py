@@ -1,13 +1,15 @@
 """What a trainer keeps of what it sent."""
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlbus._snapshots import MAX_KEPT, Snapshots, open_snapshots
+from rlbus import _snapshots
+from rlbus._snapshots import Snapshots, open_snapshots, to_spare
 from rlbus.controller.testing import request_of
 from rlbus.errors import ConfigError
 from rlbus.schemas import OpStatus, SnapshotKind, SnapshotOffer, TensorSpec, UpdateWeights, Version
@@ -24,18 +26,37 @@ class Noted(FakeRecording):
     def __init__(self, specs: Sequence[TensorSpec], fails_at: str | None = None) -> None:
         super().__init__(specs)
         self.is_discarded = False
+        self.is_finished = False
+        # What `finish` waits for: a slow disk.
+        self.disk: threading.Event | None = None
         self._fails_at = fails_at
+
+    def begin(self) -> None:
+        """Again whole."""
+        super().begin()
+        self.is_discarded = False
 
     def take(self, name: str, tensor: Any) -> None:
         """Fail as told."""
-        if name == self._fails_at:
+        if self._fails_at in (name, f"discard {name}"):
             raise OSError(28, "No space left on device")
         super().take(name, tensor)
 
+    def finish(self) -> FakeSource:
+        """Fail as told, or note it."""
+        if self._fails_at == "finish":
+            raise OSError(28, "No space left on device")
+        if self.disk is not None:
+            assert self.disk.wait(60.0)
+        self.is_finished = True
+        return super().finish()
+
     def discard(self) -> None:
-        """Note it."""
+        """Note it; fail as told."""
         super().discard()
         self.is_discarded = True
+        if self._fails_at is not None and self._fails_at.startswith("discard"):
+            raise OSError(30, "Read-only file system")
 
 
 def v(step: int) -> Version:
@@ -48,7 +69,8 @@ class Keeper:
     def __init__(self) -> None:
         self.made: dict[Version, Noted] = {}
         self.fails_at: str | None = None
-        self.snapshots = Snapshots(SnapshotKind.MEMORY, self._new)
+        self.tidied: list[Collection[Version]] = []
+        self.snapshots = Snapshots(SnapshotKind.MEMORY, self._new, tidy=self.tidied.append)
 
     def _new(self, version: Version, specs: Sequence[TensorSpec]) -> Noted:
         self.made[version] = Noted(specs, self.fails_at)
@@ -85,16 +107,112 @@ def test_the_last_version_that_was_committed_is_kept_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("status", [OpStatus.FAILED, None])
-def test_an_update_that_failed_or_that_nobody_can_say_of_leaves_the_one_before(status: OpStatus | None) -> None:
-    """The fleet may be at either; there are never more than two."""
+def test_what_the_fleet_has_is_kept_however_many_updates_fail(status: OpStatus | None) -> None:
+    """And beside it the newest that nobody can say of: the fleet may be at either."""
     keeper = Keeper()
     keeper.send(1, OpStatus.OK)
     keeper.send(2, status)
     assert keeper.kept() == [1, 2]
     keeper.send(3, status)
-    assert len(keeper.kept()) == MAX_KEPT
-    keeper.send(4, OpStatus.OK)
-    assert keeper.kept() == [4]
+    assert keeper.kept() == [1, 3]
+    assert keeper.made[v(2)].is_discarded
+    keeper.send(4, status, num_read=1)
+    assert keeper.kept() == [1]
+    keeper.send(5, OpStatus.OK)
+    assert keeper.kept() == [5]
+
+
+def test_there_are_never_more_than_two_models() -> None:
+    """What has to go for the next one goes before its first tensor is taken, and not before: it may be refused."""
+    keeper = Keeper()
+    keeper.send(1, OpStatus.OK)
+    keeper.send(2, OpStatus.FAILED)
+    source = keeper.snapshots.record(request_of(version=v(3)), FakeSource(SPECS), SPECS)
+    assert keeper.kept() == [1, 2]
+    next(iter(source))
+    assert (keeper.kept(), keeper.made[v(2)].is_discarded, keeper.made[v(3)].names) == ([1], True, ["a"])
+
+
+def test_an_update_that_was_refused_changes_nothing_of_what_is_kept() -> None:
+    """Nothing of it was read."""
+    keeper = Keeper()
+    keeper.send(1, OpStatus.OK)
+    keeper.send(2, None)
+    keeper.send(3, OpStatus.REFUSED, num_read=0)
+    assert keeper.kept() == [1, 2]
+
+
+def test_what_stays_beside_the_next_is_what_the_fleet_has_and_else_the_newest() -> None:
+    """A fleet whose snapshot couldn't be kept may be at the newest."""
+    assert to_spare([v(1), v(2)], v(1)) == v(1)
+    assert to_spare([v(2), v(3)], v(1)) == v(3)
+    assert to_spare([v(2)], None) == v(2)
+    assert to_spare([], v(1)) is None
+
+
+def test_a_snapshot_is_completed_when_the_update_has_ended_and_not_while_it_is_sent() -> None:
+    """What reads the source is at its end before it has sent the last tensor."""
+    keeper = Keeper()
+    request = request_of(version=v(1))
+    source = keeper.snapshots.record(request, FakeSource(SPECS), SPECS)
+    assert [name for name, _ in source] == ["a", "b"]
+    assert not keeper.made[v(1)].is_finished
+    asyncio.run(keeper.snapshots.settle(request, source, SPECS, OpStatus.OK))
+    assert keeper.made[v(1)].is_finished
+
+
+def test_a_snapshot_that_can_not_be_completed_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    """The update isn't told; the next version is kept again."""
+    keeper = Keeper()
+    keeper.fails_at = "finish"
+    keeper.send(1, OpStatus.OK)
+    assert keeper.kept() == []
+    assert keeper.made[v(1)].is_discarded
+    assert "no snapshot is kept of this version: OSError: [Errno 28] No space left on device" in caplog.text
+    keeper.fails_at = None
+    keeper.send(2, OpStatus.FAILED)
+    assert keeper.kept() == [2]
+
+
+def test_who_has_left_does_not_wait_for_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how the update ended: its snapshot is completed all the same, behind the caller's back."""
+    monkeypatch.setattr(_snapshots, "LEFT_LIMIT_S", 0.01)
+    keeper = Keeper()
+
+    async def scenario() -> None:
+        request = request_of(version=v(1))
+        source = keeper.snapshots.record(request, FakeSource(SPECS), SPECS)
+        list(source)
+        disk = keeper.made[v(1)].disk = threading.Event()
+        await keeper.snapshots.settle(request, source, SPECS, None)
+        assert keeper.kept() == []
+        disk.set()
+
+    asyncio.run(scenario())
+    assert keeper.kept() == [1]
+
+
+def test_a_cancelled_end_is_done_in_the_background_and_tidies_nothing_that_began_since() -> None:
+    """The one before goes when this one is complete; a half-written folder of the next looks like a dead process's."""
+    keeper = Keeper()
+    keeper.send(1, OpStatus.OK)
+    assert len(keeper.tidied) == 1
+
+    async def scenario() -> None:
+        request = request_of(version=v(2))
+        source = keeper.snapshots.record(request, FakeSource(SPECS), SPECS)
+        list(source)
+        disk = keeper.made[v(2)].disk = threading.Event()
+        settling = asyncio.create_task(keeper.snapshots.settle(request, source, SPECS, OpStatus.OK))
+        await asyncio.sleep(0)
+        settling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await settling
+        keeper.snapshots.record(request_of(version=v(3)), FakeSource(SPECS), SPECS)
+        disk.set()
+
+    asyncio.run(scenario())
+    assert (keeper.kept(), keeper.made[v(1)].is_discarded, len(keeper.tidied)) == ([2], True, 1)
 
 
 def test_what_was_not_sent_whole_is_no_snapshot() -> None:
@@ -133,6 +251,18 @@ def test_a_snapshot_that_can_not_be_kept_costs_the_update_nothing(caplog: pytest
     assert keeper.kept() == []
     assert keeper.made[v(2)].is_discarded
     assert "no snapshot is kept of this version: OSError: [Errno 28] No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("fails_at", ["discard", "discard a"])
+def test_a_snapshot_that_can_not_be_removed_costs_the_update_nothing(
+    fails_at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it is sent or after it; the log says which one lies there."""
+    keeper = Keeper()
+    keeper.fails_at = fails_at
+    assert keeper.send(1, OpStatus.OK) == ["a", "b"]
+    assert keeper.send(2, OpStatus.OK) == ["a", "b"]
+    assert "snapshot 0.1 isn't removed: [Errno 30] Read-only file system" in caplog.text
 
 
 def test_the_offer_says_where_a_worker_or_the_controller_finds_it(tmp_path: Path) -> None:

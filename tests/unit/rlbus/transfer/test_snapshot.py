@@ -1,22 +1,30 @@
 """Recordings with real tensors: a copy in memory, and a folder that engines load."""
 
+import asyncio
+import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlbus._snapshots import Recorded, Snapshot, open_snapshots
+from rlbus.controller.testing import request_of
 from rlbus.errors import TransferError
-from rlbus.schemas import TensorSpec, TensorSum, Version
+from rlbus.schemas import OpStatus, TensorSpec, TensorSum, Version
 from rlbus.transfer.checksum import tensor_checksum
 from rlbus.transfer.folder import DTYPES, header_of
+from rlbus.transfer.sender import send
 from rlbus.transfer.snapshot import FILE, DiskRecording, MemoryRecording, remove_others
 from rlbus.transfer.source import weight_source
 from rlbus.transfer.sums import sums_digest
 from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.folder_sums import folder_sums
 from rlbus.workers.vllm_server.checkpoint import read_folder
+from tests.unit.rlbus.transfer.test_sender import Wire
 
 pytestmark = pytest.mark.unit
 
@@ -86,6 +94,50 @@ def test_a_folder_is_what_safetensors_itself_reads(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_disk_is_waited_for_between_two_broadcasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow one would hold the whole fleet up until it counts as stalled: the folder is completed after the update."""
+    wire, synced = Wire(), []
+
+    def fsync(_: int) -> None:
+        synced.append(len(wire.rows))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    snapshots = open_snapshots("disk", tmp_path)
+    request = request_of(version=V1)
+    source = snapshots.record(request, weight_source(TENSORS), SPECS)
+    send(wire, source, SPECS, 64, lambda _done, _total: None, stream_id="op")
+    assert (synced, (tmp_path / "0.1").exists()) == ([], False)
+    asyncio.run(snapshots.settle(request, source, SPECS, OpStatus.OK))
+    assert synced == [len(wire.rows)]
+    assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
+
+
+class FullDisk(io.RawIOBase):
+    """Takes nothing, neither at first nor when it is closed."""
+
+    def writable(self) -> bool:
+        """It says so."""
+        return True
+
+    def write(self, _: Any) -> int:
+        """Fail."""
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_costs_the_snapshot_and_not_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is still in the buffer is refused once more when the file is closed. Everything is sent, nothing stays."""
+    weights = {f"layer{i}": torch.full((1024,), float(i)) for i in range(4)}
+    specs = weight_source(weights).specs()
+    monkeypatch.setattr(Path, "open", lambda *_: io.BufferedWriter(FullDisk()))
+    source = Recorded(weight_source(weights), Snapshot(DiskRecording(tmp_path, V1, specs), "0.1"))
+    sent = send(Wire(), source, specs, 4096, lambda _done, _total: None, stream_id="op")
+    assert [each.name for each in sent.sums] == list(weights)
+    assert list(tmp_path.iterdir()) == []
+    assert "no snapshot is kept of this version: OSError: [Errno 28] No space left on device" in caplog.text
+
+
 def test_a_folder_that_is_not_complete_never_has_its_name(tmp_path: Path) -> None:
     """Another tensor than announced, or one too few; nothing stays."""
     recording = DiskRecording(tmp_path, V1, SPECS)
@@ -122,6 +174,28 @@ def test_only_what_recordings_left_is_removed(tmp_path: Path) -> None:
     remove_others(tmp_path, [V2])
     assert {path.name for path in tmp_path.iterdir()} == {"0.2", "1.0", "notes", "0.9"}
     remove_others(tmp_path / "missing", [V2])
+
+
+def test_a_folder_that_can_not_be_looked_into_keeps_no_other_from_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user's is named in the log; one that is gone meanwhile isn't."""
+    for name in ("0.1", "0.2", "0.3"):
+        (tmp_path / name).mkdir()
+    look = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path.name == "0.1":
+            raise PermissionError(13, "Permission denied", str(path))
+        if path.name == "0.2":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    remove_others(tmp_path, [])
+    assert {path.name for path in look(tmp_path)} == {"0.1", "0.2"}
+    assert f"old snapshot {tmp_path / '0.1'} stays: [Errno 13] Permission denied" in caplog.text
+    assert "0.2" not in caplog.text
 
 
 def test_a_dtype_that_safetensors_does_not_know_is_named() -> None:
