@@ -19,7 +19,8 @@ from rlbus.controller.line import Line
 from rlbus.controller.op import Op
 from rlbus.controller.registry import Registry
 from rlbus.controller.takeover import PHASE, TORN, TakeOver
-from rlbus.controller.transfers import HOLD_S, owner_of
+from rlbus.controller.trainer_holds import is_behind, is_kept, is_to_free, owner_of, served_version
+from rlbus.controller.transfers import HOLD_S
 from rlbus.schemas import (
     AbortWeights,
     CommandBody,
@@ -35,6 +36,7 @@ from rlbus.schemas import (
     ResultStatus,
     ResumeGeneration,
     ShutdownTransfer,
+    Target,
     TransferFleet,
     TransferStep,
     Version,
@@ -75,6 +77,7 @@ class TransferTakeOver(TakeOver):
                 self._is_done = await self._is_joined("init")
                 if not self._is_done:
                     await self._leave()
+                    await self._let_go(self._seen)
             case TransferStep.START:
                 await self._settle_start()
             case TransferStep.UPDATE:
@@ -108,7 +111,7 @@ class TransferTakeOver(TakeOver):
     async def _settle_update_step(self) -> None:
         """Everybody has received: it is done. Otherwise nobody may finish: who missed a part of it would be mixed."""
         owner = owner_of(self._request)
-        async with renewing(self._line, self._op.op_id, owner, self._mine, lease_s=HOLD_S):
+        async with renewing(self._line, self._op.op_id, owner, self._leased, lease_s=HOLD_S):
             has_come = await self._is_joined("update")
         await self._look()
         is_open = all(s.weights.state is WeightsState.UPDATING for s in self._seen.values())
@@ -137,15 +140,26 @@ class TransferTakeOver(TakeOver):
         await self._look()
 
     async def _let_go(self, workers: Iterable[WorkerId]) -> None:
-        """Those of them generate again that stand still for this trainer, and whose weights are whole."""
-        chosen = set(workers)
-        free = [w for w in self._mine() if w in chosen and self._seen[w].weights.state not in TORN]
+        """Those of them generate again that stand still for this trainer (or one whose place it takes), and whose
+        weights are whole.
+        """
+        served = self._served()
+        free = [w for w in workers if self._seen[w].weights.state not in TORN and self._may_go(self._seen[w], served)]
         await self._tell("resume", ResumeGeneration(), free)
         await self._look()
 
+    def _may_go(self, status: WorkerStatus, served: Version | None) -> bool:
+        match self._request.step:
+            case TransferStep.FINISH:
+                return self._is_mine(status)
+            case TransferStep.INIT | TransferStep.SHUTDOWN:
+                return is_to_free(status, served)
+            case _:
+                return self._is_mine(status) and not is_behind(status, served)
+
     async def _keep(self) -> None:
         """The trainer's next step has the time that it would have had."""
-        await self._tell("keep", RenewLease(owner=owner_of(self._request), lease_s=HOLD_S), self._mine())
+        await self._tell("keep", RenewLease(owner=owner_of(self._request), lease_s=HOLD_S), self._leased())
 
     # -- what became of it --------------------------------------------------------------------------------------------
 
@@ -189,8 +203,13 @@ class TransferTakeOver(TakeOver):
         members = self._entry.members
         return not self._silent and all(self._is_there(w) and not self._is_rebooted(w) for w in members)
 
-    def _mine(self) -> list[WorkerId]:
-        return [w for w, status in self._seen.items() if self._is_mine(status)]
+    def _leased(self) -> list[WorkerId]:
+        """Those that stand still for the trainer, as long as it is there and not for longer."""
+        served = self._served()
+        return [w for w, status in self._seen.items() if self._is_mine(status) and not is_kept(status, served)]
+
+    def _served(self) -> Version | None:
+        return served_version(self._registry.addressable(Target()), self._registry.version)
 
     def _is_mine(self, status: WorkerStatus) -> bool:
         """Whether it stands still in the trainer's name, or is about to."""

@@ -3,7 +3,8 @@
 The trainer says once what a server would be told, and each worker is told its own: its rank offset from the real world
 sizes, its share of a list with an entry per rank. A step that fails on one worker ends on all of them at once, since
 the others wait for it in a collective. Between the steps the fleet stands still under leases, so that a trainer that
-dies leaves nobody paused.
+dies leaves nobody paused. One trainer drives the fleet at a time: whoever forms the group takes the place of the one
+before, whose open update is given up and whose next step is refused.
 """
 
 import asyncio
@@ -15,11 +16,20 @@ from typing import Any
 from rlbus.controller import admission
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
-from rlbus.controller.leases import renewing
+from rlbus.controller.leases import keep, renewing
 from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
-from rlbus.controller.op_ids import PAUSE_STEP, derive_step
+from rlbus.controller.op_ids import derive_step
 from rlbus.controller.registry import Member, Registry
+from rlbus.controller.trainer_holds import (
+    driver_problem,
+    is_held_by_another,
+    is_kept,
+    is_to_free,
+    owner_of,
+    owner_problem,
+    served_version,
+)
 from rlbus.controller.verbs import FleetVerb
 from rlbus.schemas import (
     AbortWeights,
@@ -28,18 +38,18 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     FinishUpdate,
-    Generation,
     InitTransfer,
     Outcome,
     PauseGeneration,
     RenewLease,
     Report,
+    ResumeGeneration,
     ShutdownTransfer,
     StartUpdate,
+    Target,
     TransferFleet,
     TransferStep,
     Version,
-    WeightsState,
     WorkerId,
     WorkerOutcome,
 )
@@ -70,11 +80,15 @@ class Transfers:
         self._registry = registry
         # Boots of those that the last init reached; None: nobody that we know of.
         self._boots: dict[WorkerId, str] | None = None
+        # The caller that drives the fleet: who began to form the group last. None: nobody that we know of.
+        self._driver: str | None = None
 
     def problem(self, request: TransferFleet, members: Sequence[Member]) -> Fault | None:
         """Why this step can't be taken. Pure but for what was seen before; nothing has changed then."""
         if (missing := admission.check_route(members, ROUTES[request.step])) is not None:
             return missing
+        if (others := self._others(request, members)) is not None:
+            return others
         match request.step:
             case TransferStep.INIT | TransferStep.UPDATE:
                 bodies = bodies_of(request, members)
@@ -102,6 +116,7 @@ class Transfers:
         Cancel: workers go on with what they were sent; `Op.stop` is the way to take it back.
         """
         verb = TransferVerb(op, self._line, members, self._registry)
+        self._driver = None if request.step is TransferStep.SHUTDOWN else request.caller
         match request.step:
             case TransferStep.INIT:
                 bodies = bodies_of(request, members)
@@ -123,8 +138,18 @@ class Transfers:
                 return report, version if is_done else None
             case TransferStep.SHUTDOWN:
                 self._boots = None
-                report = await verb.shutdown(request)
+                report = await verb.shutdown()
         return report, None
+
+    def _others(self, request: TransferFleet, members: Sequence[Member]) -> Fault | None:
+        """Whether another trainer drives, as we know or workers say. An init or a shutdown takes its place."""
+        match request.step:
+            case TransferStep.INIT | TransferStep.SHUTDOWN:
+                return None
+            case TransferStep.START:
+                return driver_problem(request, self._driver)
+            case _:
+                return driver_problem(request, self._driver) or owner_problem(request, members)
 
     def _changed(self, request: TransferFleet, members: Sequence[Member]) -> Fault | None:
         """Whether others are there than the group was formed with: a collective would wait for ever (SCENARIOS 59)."""
@@ -199,12 +224,6 @@ def _parsed(text: str | None) -> Any:
     return info
 
 
-def owner_of(request: TransferFleet) -> str:
-    """In whose name the fleet stands still between the steps: the trainer's, so that any of its steps finds its own."""
-    # Like every pause of an update: after a failure the next one takes it over.
-    return f"{request.caller}-{PAUSE_STEP}"
-
-
 class TransferVerb(FleetVerb):
     """One step on `members`. Each method is called once.
 
@@ -212,18 +231,37 @@ class TransferVerb(FleetVerb):
     """
 
     def __init__(self, op: Op, line: Line, members: Sequence[Member], registry: Registry) -> None:
-        super().__init__(op, line, [m.worker for m in members])
+        served = served_version(registry.addressable(Target()), registry.version)
+        # Those are held that are behind, and were left paused for that: nothing of ours lets them go as they are.
+        kept = [m.worker for m in members if is_kept(m.status, served)]
+        super().__init__(op, line, [m.worker for m in members], kept)
         self._registry = registry
         self._members = tuple(members)
+        self._served = served
         # Whether everybody was told to leave the group, because one failed.
         self.has_left = False
 
     async def join(self, bodies: Bodies) -> Report:
-        """Form the group on everybody, or on nobody."""
+        """Form the group on everybody, or on nobody; what a trainer before left open is given up first."""
+        await self._end_earlier()
+        if self._is_over():
+            return self._report()
         answers = await self._race("init", bodies)
         self._book.note("init", answers)
         await self._leave_unless_well("init", answers)
         return self._report()
+
+    async def _end_earlier(self) -> None:
+        """Nobody has an update open any more, and whoever isn't torn generates. Whoever paused them is gone, or will
+        find that it was replaced.
+        """
+        # Also one that a person holds may have it open.
+        still = [m.worker for m in self._current() if m.status.pause is not None]
+        answers = await self._ask("leave", "close", ShutdownTransfer(), still)
+        self._book.note("leave", {w: a for w, a in answers.items() if not a.is_ok})
+        if not self._is_over():
+            # One that can't be let go now does so when its lease ends, or stands still for the start that follows.
+            await self._ask("leave", "free", ResumeGeneration(), self._free_of(still))
 
     async def start(self, request: TransferFleet) -> Report:
         """Pause whoever runs, and open the update; where that fails on one, everybody goes back."""
@@ -232,9 +270,10 @@ class TransferVerb(FleetVerb):
 
     async def _start(self, request: TransferFleet) -> Report:
         owner = owner_of(request)
-        running = [m.worker for m in self._members if not _is_held_by_another(m, owner)]
+        running = [m.worker for m in self._members if not is_held_by_another(m.status)]
         pause = PauseGeneration(mode=request.pause_mode, clear_cache=False, owner=owner, lease_s=HOLD_S)
         await self._pause_all(pause, running)
+        await keep(self._line, self._op.op_id, owner, sorted(self._held))
         if self._is_over():
             return self._report()
         answers = await self._ask("start", "start", StartUpdate(), self._workers)
@@ -245,7 +284,7 @@ class TransferVerb(FleetVerb):
             abort = AbortWeights(update_op_id=op_id, reason="others failed")
             await self._asker.until_free("undo", "close", abort, opened)
             self._book.undone(opened, "start")
-            self._note_undo(await self._resume("undo", running))
+            self._note_undo(await self._resume("undo", [w for w in running if w not in self._held]))
         return self._report()
 
     async def update(self, request: TransferFleet, bodies: Bodies) -> Report:
@@ -254,12 +293,12 @@ class TransferVerb(FleetVerb):
             answers = await self._race("update", bodies)
         self._book.note("update", answers)
         await self._leave_unless_well("update", answers)
-        owned = self._owned(request)
         if self.has_left and self._op.stopped.is_set():
             # Whoever asked for it is gone, or wants it back: nobody stands still for that.
-            await self._free_whole(owned)
+            await self._free_whole(self._owned(request))
             return self._report()
-        await self._ask("update", "keep", RenewLease(owner=owner_of(request), lease_s=HOLD_S), owned, is_final=True)
+        renewal = RenewLease(owner=owner_of(request), lease_s=HOLD_S)
+        await self._ask("update", "keep", renewal, self._leased(request), is_final=True)
         return self._report()
 
     async def finish(self, request: TransferFleet, version: Version) -> tuple[Report, bool]:
@@ -273,16 +312,16 @@ class TransferVerb(FleetVerb):
         self._book.note("resume", freed, is_changed=True)
         return self._report(version=version), bool(done)
 
-    async def shutdown(self, request: TransferFleet) -> Report:
+    async def shutdown(self) -> Report:
         """Everybody leaves the group; an update that is open is given up, and whoever isn't torn generates again."""
-        owned = self._owned(request)
         answers = await self._ask("shutdown", "shutdown", ShutdownTransfer(), self._workers, is_final=True)
         self._book.note("shutdown", answers)
-        await self._free_whole([w for w in owned if answers[w].is_ok])
+        # Whoever else stands still for an update or a trainer is left over: no other op of ours runs now.
+        await self._free_whole([w for w, answer in answers.items() if answer.is_ok])
         return self._report()
 
     async def _free_whole(self, workers: Sequence[WorkerId]) -> None:
-        freed = await self._resume("resume", workers)
+        freed = await self._resume("resume", self._free_of(workers))
         # Torn weights refuse, which is what they have to: the next update heals them.
         refused = {w: a for w, a in freed.items() if a.fault is not None and a.fault.code is not FaultCode.DIRTY}
         self._book.note("resume", refused, is_changed=True)
@@ -335,18 +374,22 @@ class TransferVerb(FleetVerb):
     def _renewing(self, request: TransferFleet) -> AbstractAsyncContextManager[None]:
         """A step may take longer than a lease holds, and its trainer is there as long as it runs."""
         owner = owner_of(request)
-        return renewing(self._line, self._op.op_id, owner, lambda: self._owned(request), lease_s=HOLD_S)
+        return renewing(self._line, self._op.op_id, owner, lambda: self._leased(request), lease_s=HOLD_S)
 
     def _owned(self, request: TransferFleet) -> list[WorkerId]:
         """Those that stand still in the trainer's name, now."""
         owner = owner_of(request)
-        current = [m for w in self._workers if (m := self._registry.get(w)) is not None]
+        current = self._current()
         return [m.worker for m in current if m.status.pause is not None and m.status.pause.owner == owner]
 
+    def _leased(self, request: TransferFleet) -> list[WorkerId]:
+        """Those of them that stand still as long as the trainer is there, and not for longer."""
+        kept = {m.worker for m in self._current() if is_kept(m.status, self._served)}
+        return [w for w in self._owned(request) if w not in kept]
 
-def _is_held_by_another(member: Member, owner: str) -> bool:
-    """Whether somebody else pauses it already, and will resume it: torn weights that an update left are nobody's."""
-    status = member.status
-    if status.generation is not Generation.PAUSED or status.pause is None or status.pause.owner == owner:
-        return False
-    return status.weights.state is not WeightsState.DIRTY
+    def _free_of(self, workers: Sequence[WorkerId]) -> list[WorkerId]:
+        """Those of `workers` that may generate: nobody does on an older version beside others at the fleet's."""
+        return [m.worker for m in self._current() if m.worker in workers and is_to_free(m.status, self._served)]
+
+    def _current(self) -> list[Member]:
+        return [m for w in self._workers if (m := self._registry.get(w)) is not None]
