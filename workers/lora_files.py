@@ -7,6 +7,7 @@ go, oldest first, when there is no room.
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -30,6 +31,8 @@ from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
 from rlbus.workers.config import AgentConfig, FetchObject
 from rlbus.workers.preconditions import path_problem
 
+_log = logging.getLogger("rlbus.workers")
+
 # Prefix of temporary folders; behind it the process that it belongs to.
 _PREFIX = "rlbus-loras-"
 # Begins the name of a copy that isn't complete.
@@ -51,6 +54,8 @@ class LoraFiles:
         # The folder of an agent that ended while its engine went on, with the object that it goes with.
         self._before = before
         self._folder: Path | None = None if before is None else before._folder
+        # Checksums of copies that were compared by this process: what is found may have been cut off by a power loss.
+        self._proven: set[str] = set() if before is None else before._proven
 
     async def bring(self, source: LoraSource, checksum: str, in_use: frozenset[str]) -> Path:
         """A folder with the files of `checksum`, from `source` unless they are here already. Those `in_use` stay.
@@ -69,8 +74,9 @@ class LoraFiles:
         if self._config.fetch_object is None:
             raise refused(FaultCode.WRONG_STATE, "this worker can't fetch objects; give it a folder", key=source.key)
         place = await asyncio.to_thread(self._place, checksum)
-        if not await asyncio.to_thread(_is_there, place):
+        if not await asyncio.to_thread(self._has, place):
             await self._fetch(self._config.fetch_object, source, checksum, place, in_use)
+            self._proven.add(checksum)
         return place
 
     @contextlib.contextmanager
@@ -88,9 +94,23 @@ class LoraFiles:
     def _copied(self, source: FolderSource, checksum: str, in_use: frozenset[str]) -> Path:
         self._check(source)
         place = self._place(checksum)
-        if not _is_there(place):
+        if not self._has(place):
             self._copy(source, checksum, place, in_use)
+            self._proven.add(checksum)
         return place
+
+    def _has(self, place: Path) -> bool:
+        """Whether a copy is there, and is what its name says; then it was used just now. A damaged one goes."""
+        if not place.is_dir():
+            return False
+        if place.name not in self._proven:
+            if not _is_whole(place):
+                _log.warning("%s is no copy of the adapter with that checksum, and is made anew", place)
+                shutil.rmtree(place)
+                return False
+            self._proven.add(place.name)
+        os.utime(place)
+        return True
 
     def _check(self, source: FolderSource) -> None:
         """Links inside the folder may not lead out of the roots either."""
@@ -164,12 +184,11 @@ class LoraFiles:
                 total -= size
 
 
-def _is_there(place: Path) -> bool:
-    """Whether a copy is there; then it was used just now."""
-    if not place.is_dir():
+def _is_whole(place: Path) -> bool:
+    try:
+        return adapter_sum(place).checksum == place.name
+    except AdapterError:
         return False
-    os.utime(place)
-    return True
 
 
 def _new_part(folder: Path) -> Path:

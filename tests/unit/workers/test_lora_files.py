@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlbus.adapter import ADAPTER_FILES, adapter_sum
+from rlbus.adapter import ADAPTER_FILES, WEIGHTS_FILE, adapter_sum
 from rlbus.bus import Bus
 from rlbus.errors import FaultError
 from rlbus.schemas import FaultCode, FolderSource, ObjectSource
@@ -63,6 +63,23 @@ def test_copy_has_the_bytes_and_outlives_a_change_of_the_source(tmp_path: Path) 
     fake_adapter(tmp_path / "a", "other")
     assert adapter_sum(place).checksum == checksum
     assert asyncio.run(files.bring(source, checksum, NOBODY)) == place
+
+
+@pytest.mark.parametrize("damage", ["cut off", "other bytes", "a file is missing"])
+def test_copy_that_was_damaged_since_is_made_anew(tmp_path: Path, damage: str) -> None:
+    """By a power loss, say: what is found under a checksum is compared with it once in the life of a process."""
+    source, checksum = folder_source(fake_adapter(tmp_path / "a", "bytes"))
+    place = asyncio.run(files_of(tmp_path).bring(source, checksum, NOBODY))
+    weights = place / WEIGHTS_FILE
+    match damage:
+        case "cut off":
+            weights.write_bytes(b"")
+        case "other bytes":
+            weights.write_text("other")
+        case _:
+            weights.unlink()
+    assert asyncio.run(files_of(tmp_path).bring(source, checksum, frozenset({checksum}))) == place
+    assert adapter_sum(place).checksum == checksum
 
 
 def test_copies_that_nobody_uses_go_when_there_is_no_room(tmp_path: Path) -> None:
