@@ -75,7 +75,7 @@ from rlbus.schemas import (
 from rlbus.schemas.weights import MAX_VERSION_NUMBER
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from rlbus.transfer.manifest import compare, digest, pages
-from rlbus.transfer.one_pass import is_shared, read_by_all
+from rlbus.transfer.one_pass import SharedReads, is_shared
 from rlbus.transfer.plane import SenderPlane, WeightSource
 
 # One bucket; the sender holds at most two beyond the source.
@@ -128,6 +128,7 @@ class Trainer(TrainerLoras):
         self._group = SenderState()
         self._put_digest: str | None = None
         self._running_op_id: str | None = None
+        self._shared_reads = SharedReads()
         self._snapshots = Snapshots() if snapshots is None else snapshots
         self._catch_ups = CatchUpService(bus, self._snapshots, self._catch_up, lambda: self._running_op_id is not None)
 
@@ -199,8 +200,9 @@ class Trainer(TrainerLoras):
             PartialError: nobody is at the new version, or fewer than `require` (None: with "stop", fewer than all);
                 `.report` has one outcome per worker, and what each was left in.
             DeadlineError: no report in time. BrokenError: no controller, or it went away.
-        Cancel: the op is taken back and the group left, which takes at most 30 s. The controller then ends it as any
-            other failed update: undone before the first byte, dirty and reported after it, done if it was committed.
+        Cancel: the op is taken back and the group left, which takes at most 30 s (weights that other ranks read with us
+            are read to their end, in at most 120 s). The controller then ends it as any other failed update: undone
+            before the first byte, dirty and reported after it, done if it was committed.
         """
         started = asyncio.get_running_loop().time()
         op_id = self._bus.new_id()
@@ -209,7 +211,9 @@ class Trainer(TrainerLoras):
         specs, manifest = await _read(lambda: _manifest_of(given))
         policy = OnFailure.STOP if is_shared(given) else _as_on_failure(on_failure)
         try:
-            async with read_by_all(given) as source, self._alone(op_id, step, allow_rollback, draft):
+            async with self._alone(op_id), self._shared_reads.read_by_all(given) as source:
+                if not allow_rollback:
+                    _check_grows(step, self.draft_version if draft else self.version)
                 await self._catch_ups.stop()
                 request = UpdateWeights(
                     op_id=op_id,
@@ -248,13 +252,11 @@ class Trainer(TrainerLoras):
         await self._plane.aclose()
 
     @asynccontextmanager
-    async def _alone(self, op_id: str, version: Version, allow_rollback: bool, draft: bool) -> AsyncIterator[None]:
+    async def _alone(self, op_id: str) -> AsyncIterator[None]:
         """While inside, `op_id` is the one update of this trainer. Raises: RefusedError."""
         if self._running_op_id is not None:
             running = self._running_op_id
             raise refused(FaultCode.BUSY, f"update {running} of this trainer still runs", op_id=running)
-        if not allow_rollback:
-            _check_grows(version, self.draft_version if draft else self.version)
         self._running_op_id = op_id
         try:
             yield

@@ -289,7 +289,7 @@ class Agent:
     def _go_on_from(self, found: Found, ledger: Ledger | None) -> None:
         past = None if ledger is None else ledger.past.noted
         self._state = adopt(self._state, past, found, self._bus.clock.now())
-        if isinstance(self._engine, FoundAsleep):
+        if isinstance(self._engine, FoundAsleep) and past is not None:
             self._engine.go_on_asleep(self._state.asleep)
         if ledger is not None:
             ledger.note(noted(self._state))

@@ -154,7 +154,10 @@ class Ledger:
         self._num_lines = 0
         # The last line couldn't be written: the file lacks it, and is written anew with the next one.
         self._is_broken = False
-        self._rewrite()
+        try:
+            self._rewrite()
+        except OSError as exc:  # what was read counts all the same
+            self._give_up(exc)
 
     @classmethod
     def open(cls, folder: Path, namespace: str, component: str, instance_id: str) -> "Ledger | None":
@@ -193,6 +196,7 @@ class Ledger:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock_fd = -1
+        self._is_broken = False
 
     def began(self, op_id: str, route: str, digest: str) -> None:
         """An op is about to run."""
@@ -223,7 +227,7 @@ class Ledger:
 
     def _add(self, line: Line) -> None:
         self._kept.take(line)
-        if self._fd < 0:
+        if self._fd < 0 and not self._is_broken:
             return
         try:
             if self._is_broken or self._num_lines >= MAX_LINES:
@@ -232,14 +236,17 @@ class Ledger:
                 _write(self._fd, _encoder.encode(line) + b"\n")
                 self._num_lines += 1
         except OSError as exc:
-            if not self._is_broken:
-                text = "%s can't be written (%s): a restart of this worker would know nothing of its ops from here on"
-                _log.error(text, self._path, exc)
-            self._is_broken = True
+            self._give_up(exc)
             return
         if self._is_broken:
             self._is_broken = False
             _log.warning("%s can be written again, and is whole", self._path)
+
+    def _give_up(self, why: OSError) -> None:
+        if not self._is_broken:
+            text = "%s can't be written (%s): a restart of this worker would know nothing of its ops from here on"
+            _log.error(text, self._path, why)
+        self._is_broken = True
 
     def _rewrite(self) -> None:
         """Put a file with as few lines as possible in the place of this one; a reader sees the one or the other."""

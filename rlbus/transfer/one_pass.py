@@ -28,24 +28,46 @@ def is_shared(source: WeightSource) -> bool:
     return bool(getattr(source, "is_shared", False))
 
 
-@asynccontextmanager
-async def read_by_all(source: WeightSource) -> AsyncIterator[WeightSource]:
-    """What to send in place of `source` in one update; if it is shared, it has been read to its end afterwards.
+class SharedReads:
+    """Of one trainer: at most one read at a time. Used by one update at a time."""
 
-    Cancel: as any other end, for at most READ_REST_S.
-    """
-    if not is_shared(source):
-        yield source
-        return
-    once = OnePass(source)
-    try:
-        yield once
-    finally:
-        reading = asyncio.ensure_future(run_in_thread(once.read_rest, name="rlbus reading with other ranks"))
-        await asyncio.wait({reading}, timeout=READ_REST_S)
-        if not reading.done():
-            reading.cancel()
+    def __init__(self) -> None:
+        # One that was still running when nobody waited for it any longer.
+        self._left: asyncio.Future[None] | None = None
+
+    @asynccontextmanager
+    async def read_by_all(self, source: WeightSource) -> AsyncIterator[WeightSource]:
+        """What to send in place of `source` in one update; if it is shared, it has been read to its end afterwards.
+
+        Raises TransferError, before anything is read: a read of an update before has not ended.
+        Cancel: as any other end: it is read to its end first, for at most READ_REST_S.
+        """
+        if not is_shared(source):
+            yield source
+            return
+        if self._left is not None and not self._left.done():
+            why = "the other ranks haven't read what an update before began to read with them; start the trainer anew"
+            raise TransferError("read the weights", why)
+        once = OnePass(source)
+        try:
+            yield once
+        finally:
+            await self._read_rest(once)
+
+    async def _read_rest(self, once: "OnePass") -> None:
+        loop = asyncio.get_running_loop()
+        self._left = asyncio.ensure_future(run_in_thread(once.read_rest, name="rlbus reading with other ranks"))
+        until_s = loop.time() + READ_REST_S
+        cancelled: asyncio.CancelledError | None = None
+        while not self._left.done() and loop.time() < until_s:
+            try:
+                await asyncio.wait({self._left}, timeout=until_s - loop.time())
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if not self._left.done():
             _log.error("the other ranks of the trainer did not read the weights with us within %g s", READ_REST_S)
+        if cancelled is not None:
+            raise cancelled
 
 
 class OnePass:
@@ -78,7 +100,7 @@ class OnePass:
                 self._pairs = iter(self._source)
             while self._next() is not None:
                 pass
-        except Exception as exc:  # noqa: BLE001 - user code, after the update has ended: there is nobody to tell
+        except BaseException as exc:  # noqa: BLE001 - user code, after the update has ended: there is nobody to tell
             _log.error("the weights could not be read to their end: %s: %s", type(exc).__name__, exc)
 
     def _next(self) -> tuple[str, Any] | None:

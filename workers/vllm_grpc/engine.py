@@ -130,6 +130,7 @@ class VllmGrpcEngine(UpdatingEngine):
         is_torn = greeting.problem is None and await self._updates.take_over()
         observed = await self.observe()
         is_paused = observed.generation is Generation.PAUSED
+        self._sleeping.is_known = not is_paused or not self.sleep_tags
         self._found = Found(observed.weight_version, is_paused, is_torn or observed.weight_version == TORN)
 
     async def _greet(self, facts: ServerFacts) -> Greeting:
@@ -198,6 +199,8 @@ class VllmGrpcEngine(UpdatingEngine):
     async def resume(self) -> None:
         """See `Engine`. Raises: AsleepError: the server itself would step over memory that isn't there."""
         await self._calls.settle(CALL_S)
+        if not self._sleeping.is_known:
+            await self._sleeping.wake_up(TAGS)
         if asleep := self._sleeping.asleep:
             tags = ", ".join(in_order(asleep))
             raise refused(FaultCode.ASLEEP, f"asleep: {tags}; wake it before it generates", tags=tags)
@@ -228,7 +231,7 @@ class VllmGrpcEngine(UpdatingEngine):
 
     def go_on_asleep(self, tags: frozenset[SleepTag]) -> None:
         """See `FoundAsleep`."""
-        self._sleeping.asleep = tags
+        self._sleeping.go_on(tags)
 
     async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
         """See `SleepEngine`. Both tags at once only."""

@@ -9,9 +9,12 @@ What the service leaves open, and what is made of it here:
   label of torn ones, from before they go until an update has replaced them, and the last wake is refused as long.
 """
 
+import contextlib
+
 from rlbus.errors import FaultError, refused
 from rlbus.schemas import FaultCode, PauseMode, SleepData, SleepTag
 from rlbus.workers.checks import REFUSALS
+from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import WAIT_S, Pausing
@@ -33,6 +36,12 @@ class Sleeping:
         self._calls = calls
         self._pausing = pausing
         self.asleep: frozenset[SleepTag] = frozenset()
+        # Whether anybody knows what sleeps. Not of a server that was found paused, and of which nothing was noted.
+        self.is_known = True
+
+    def go_on(self, tags: frozenset[SleepTag]) -> None:
+        """These sleep, as the agent before noted, and no others."""
+        self.asleep, self.is_known = tags, True
 
     async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
         """See `SleepEngine.sleep`. Cancel: it may sleep, and counts so; weights that may be gone are labelled torn."""
@@ -45,7 +54,7 @@ class Sleeping:
         limit_s = WAIT_S if mode is PauseMode.WAIT else MOVE_S
         # Before they are gone: neither a deadline nor the death of this process comes between the two.
         label = await self._label_torn() if level > 1 else None
-        before, self.asleep = self.asleep, TAGS
+        before, self.asleep, self.is_known = self.asleep, TAGS, True
         try:
             await self._calls.hold(f"Sleep {level}", lambda: self._control.sleep(level, mode, limit_s), limit_s)
         except FaultError as exc:
@@ -58,6 +67,8 @@ class Sleeping:
 
     async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
         """See `SleepEngine.wake_up`. Cancel: what isn't known to be awake counts as asleep."""
+        if not self.is_known:
+            self.go_on(TAGS)  # one that only stands still takes a wake as well
         waking = tags & self.asleep
         if not waking:
             return SleepData(asleep=in_order(self.asleep))
@@ -73,9 +84,21 @@ class Sleeping:
         return SleepData(asleep=in_order(self.asleep))
 
     async def _label_torn(self) -> str:
-        """The label that the weights had. Cancel: they may be labelled."""
-        label = await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S)
-        await self._label(TORN)
+        """The label that the weights had. Raises UpdateFailedError: it isn't set, and nothing has happened to them.
+        Cancel: as that.
+        """
+        try:
+            label = await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S)
+        except FaultError as exc:
+            raise UpdateFailedError(exc.fault, weights_touched=False) from exc
+        try:
+            await self._label(TORN)
+        except BaseException as exc:
+            with contextlib.suppress(FaultError):  # it may have been set all the same
+                await self._label(label)
+            if isinstance(exc, FaultError):
+                raise UpdateFailedError(exc.fault, weights_touched=False) from exc
+            raise
         return label
 
     async def _label(self, label: str) -> None:

@@ -1,15 +1,17 @@
 """Weights that all ranks of a trainer read together: once in each update, whatever becomes of it."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from rlbus.errors import PartialError, RefusedError, TransferError
+from rlbus.errors import BusyError, PartialError, RefusedError, TransferError
 from rlbus.schemas import ReceiveWeights, Version
+from rlbus.transfer import one_pass
 from rlbus.transfer.fake import FakeSource
-from rlbus.transfer.one_pass import OnePass, read_by_all
+from rlbus.transfer.one_pass import OnePass, SharedReads
 from rlbus.workers.engines.fake import DEFAULT_TENSORS
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller.scene import Scene, play, worker
@@ -95,11 +97,84 @@ def test_a_source_that_fails_on_the_way_to_its_end_replaces_no_error() -> None:
     class Broken(Shared):
         def __iter__(self) -> Iterator[tuple[str, Any]]:
             yield from ()
-            raise ValueError("no memory")
+            raise SystemExit("no memory")
 
     async def body() -> None:
         with pytest.raises(KeyError):
-            async with read_by_all(Broken()):
+            async with SharedReads().read_by_all(Broken()):
                 raise KeyError("the update's own")
 
     asyncio.run(body())
+
+
+def test_a_cancelled_update_goes_on_reading_and_the_next_begins_after_it() -> None:
+    """Two reads at a time would pair in any order with what the others read one after the other."""
+    order: list[str] = []
+    gate = threading.Event()
+
+    class Slow(Shared):
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            for pair in FakeSource.__iter__(self):
+                gate.wait(10.0)
+                order.append(pair[0])
+                yield pair
+
+    async def body() -> None:
+        reads, source = SharedReads(), Slow()
+
+        async def refused() -> None:
+            async with reads.read_by_all(source):
+                raise KeyError("refused")
+
+        first = asyncio.ensure_future(refused())
+        await asyncio.sleep(0.0)
+        for _ in range(3):
+            first.cancel()
+            await asyncio.sleep(0.01)
+        assert not first.done()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        async with reads.read_by_all(source) as once:
+            assert len(list(once)) == ALL
+        assert order == [spec.name for spec in DEFAULT_TENSORS] * 2
+
+    asyncio.run(body())
+
+
+def test_a_read_that_never_ends_is_in_the_way_of_the_next_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are gone: nothing that is read with them can be trusted any more."""
+    monkeypatch.setattr(one_pass, "READ_REST_S", 0.05)
+    gate = threading.Event()
+
+    class Stuck(Shared):
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            gate.wait(10.0)
+            return super().__iter__()
+
+    async def body() -> None:
+        reads = SharedReads()
+        with pytest.raises(KeyError):
+            async with reads.read_by_all(Stuck()):
+                raise KeyError("refused")
+        with pytest.raises(TransferError, match="start the trainer anew"):
+            async with reads.read_by_all(Shared()):
+                pass
+        gate.set()
+
+    asyncio.run(body())
+
+
+def test_an_update_beside_another_is_refused_and_reads_nothing() -> None:
+    """The one that runs is reading."""
+
+    async def both(s: Scene) -> None:
+        first = asyncio.ensure_future(s.fleet.trainer.update_weights(Shared(), version=1))
+        await asyncio.sleep(0.0)
+        source = Shared()
+        with pytest.raises(BusyError):
+            await s.fleet.trainer.update_weights(source, version=2)
+        assert source.num_read == 0
+        assert (await first).ok
+
+    play([worker(1)], both)

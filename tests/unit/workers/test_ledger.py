@@ -325,6 +325,26 @@ def test_ledger_that_could_not_be_written_is_whole_again_once_there_is_room(
         assert (list(again.past.over), list(again.past.running), again.past.num_unread) == (["a", "b"], ["c"], 0)
 
 
+def test_ledger_that_cannot_be_written_at_the_start_still_says_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: what was read counts, and the file is written when there is room."""
+
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with opened(tmp_path) as ledger:
+        ledger.began("a", "flush_cache", "d")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledgers, "_write", full)
+        second = opened(tmp_path)
+    with second:
+        assert list(second.past.running) == ["a"]
+        second.began("b", "flush_cache", "d")
+    with opened(tmp_path) as third:
+        assert list(third.past.running) == ["a", "b"]
+
+
 def test_read_keeps_the_newest_note() -> None:
     """Lines are taken in order."""
     past = ledgers.read(b'{"type":"began","op_id":"a","route":"r","digest":"d"}\n\n')

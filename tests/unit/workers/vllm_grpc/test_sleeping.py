@@ -11,6 +11,7 @@ pytest.importorskip("grpc")
 from rlbus.errors import AsleepError, EngineError, FaultError, RefusedError, refused
 from rlbus.schemas import FaultCode, PauseMode, SleepTag
 from rlbus.testing import run
+from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.found import FoundAsleep
 from rlbus.workers.vllm_grpc.control import Control
 from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
@@ -192,9 +193,26 @@ def test_nothing_is_discarded_if_the_weights_cant_be_labelled() -> None:
         server = Server()
         server.raises = {"set_version": RuntimeError("boom")}
         sleeping = of(server)
-        with pytest.raises(EngineError):
+        with pytest.raises(UpdateFailedError) as caught:
             await sleeping.sleep(TAGS, 2, PauseMode.ABORT)
+        assert not caught.value.weights_touched
         assert (server.log, sleeping.asleep) == ([], frozenset())
+
+    do(check())
+
+
+def test_server_that_may_sleep_is_woken_before_it_is_resumed() -> None:
+    """It was found standing still, and nothing was noted: who only stands still takes a wake as well."""
+
+    async def check() -> None:
+        for goes in ("resume", "wake"):
+            server = Server()
+            server.asleep, server.is_running = {"weights", "kv_cache"}, False
+            engine = VllmGrpcEngine(cast(Control, server))
+            engine._sleeping.is_known = False
+            await (engine.resume() if goes == "resume" else engine.wake_up(TAGS))
+            assert server.log[:2] == ["wake kv_cache weights", "pause keep"]
+            assert server.asleep == set()
 
     do(check())
 
