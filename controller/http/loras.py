@@ -75,7 +75,7 @@ class LoraRoutes:
         try:
             report = await self._run_load(request, body)
         except RLBusError as exc:
-            # Of adapters, prime-rl's client asks again after 404 and 500 only.
+            # Of adapters, prime-rl's client asks again after 404 and 500 only: 504, too, would end its run.
             later = HTTPStatus.INTERNAL_SERVER_ERROR
             return error_of(exc, "load the adapter", request.scope.get(OP_ID), later=later)
         answer = done({"status": "ok"}, report)
