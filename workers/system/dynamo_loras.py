@@ -194,7 +194,9 @@ async def _loads(call: Call, asked: Named, checksum: str, source: FolderSource) 
 
 def _revision_of(state: WorkerState, listed: Sequence[LoraView], name: str, checksum: str) -> int:
     """The revision that these files have here already, if the name means no newer one; else the next. Pure."""
-    there = [(one.revision, one.state) for one in (*state.adapters, *listed) if one.name == name and one.revision]
+    own_word = [(one.name, one.revision, one.state) for one in state.adapters]
+    engines_word = [(one.name, one.revision or 0, one.state) for one in listed]
+    there = [(revision, is_in) for found, revision, is_in in (*own_word, *engines_word) if found == name]
     newest = max((revision for revision, is_in in there if is_in is not LoraState.DRAINING), default=0)
     own = max(_same(state, name, checksum), default=0)
     if own and own >= newest:
