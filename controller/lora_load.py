@@ -125,7 +125,10 @@ def place_problem(plan: LoadPlan, worker: WorkerId, data: LorasData) -> Fault | 
     message = (
         f"{worker} has room for {data.capacity} adapters and has {listed}; unload one, or let idle ones be evicted"
     )
-    return fault(FaultCode.NO_CAPACITY, message, worker=worker, capacity=data.capacity)
+    # Requests end by themselves; of an adapter whose requests nobody counts that can't be told.
+    busy = [v for v in older if plan.evict_idle and v.num_in_flight]
+    passes = bool(busy) or any(v.state is LoraState.DRAINING for v in data.loras)
+    return fault(FaultCode.NO_CAPACITY, message, retryable=passes, worker=worker, capacity=data.capacity)
 
 
 def _paused(state: LoadState, answers: Any) -> Decision:

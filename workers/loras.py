@@ -123,7 +123,9 @@ def plan_load(state: WorkerState, body: LoadLora, residents: Sequence[Resident])
     has = ", ".join(sorted(_text(r) for r in residents)[:MAX_STATUS_IDS])
     why = "none of them is an idle older revision" if body.evict_idle else "unload one first, or allow evict_idle"
     message = f"{lora_id(body.name, body.revision)} doesn't fit: all {info.capacity} places are taken ({has}); {why}"
-    return fault(FaultCode.NO_CAPACITY, message, capacity=info.capacity, loaded=has)
+    # Requests end by themselves; of an adapter whose requests nobody counts that can't be told.
+    ending = [r for r in residents if r.is_draining or (body.evict_idle and r in older and r.num_in_flight is not None)]
+    return fault(FaultCode.NO_CAPACITY, message, retryable=len(ending) >= num_over, capacity=info.capacity, loaded=has)
 
 
 def _by_age(state: WorkerState, residents: Sequence[Resident]) -> list[Resident]:

@@ -1,7 +1,7 @@
 """What goes wrong, in vLLM's shape of an error and with a status that its clients and prime-rl's understand.
 
 A client that retries on 5xx only (prime-rl does) is told 503 for whatever passes by itself: a running op, no worker
-yet, no controller; and 4xx for what another try doesn't help.
+yet, no controller, a place that a request still keeps; and 4xx for what another try doesn't help.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,8 @@ def error_of(
 ) -> JSONResponse:
     """The answer to a request that ended with `exc`; `what` is what was tried, as in "pause generation".
 
-    `later` is the status of what passes by itself, for a route whose clients ask again after another one only.
+    `later` is the status of what passes by itself, for a route whose clients ask again after another one only; what
+    took too long is meant, too, since they would give up.
     """
     if isinstance(exc, BadRequestError):
         return error(exc.status, exc.problem, param=exc.param)
@@ -106,7 +107,8 @@ def error_of(
         details = {"op_id": op_id, **_fault(exc.fault)}
     headers = {} if op_id is None else {OP_ID: op_id}
     status = status_of(exc)
-    if status is HTTPStatus.SERVICE_UNAVAILABLE:
+    is_late = status is HTTPStatus.GATEWAY_TIMEOUT and later is not HTTPStatus.SERVICE_UNAVAILABLE
+    if is_late or status is HTTPStatus.SERVICE_UNAVAILABLE:
         status, headers = later, {**headers, RETRY_AFTER: str(RETRY_AFTER_S)}
     return error(status, f"Failed to {what}: {exc}", headers=headers, details=details)
 
@@ -117,7 +119,7 @@ def status_of(exc: RLBusError) -> HTTPStatus:
         case PartialError():
             return _status_of_report(exc.report)
         case FaultError():
-            return STATUS_OF.get(exc.fault.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+            return _status_of_fault(exc.fault)
         case UnansweredError():
             return HTTPStatus.SERVICE_UNAVAILABLE  # whoever leads next answers
         case DeadlineError():
@@ -139,7 +141,13 @@ def _status_of_report(report: Report) -> HTTPStatus:
     is_unchanged = all(outcome.outcome in UNCHANGED for outcome in report.outcomes)
     if not is_unchanged or report.fault is None:
         return HTTPStatus.INTERNAL_SERVER_ERROR
-    return STATUS_OF.get(report.fault.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return _status_of_fault(report.fault)
+
+
+def _status_of_fault(fault: Fault) -> HTTPStatus:
+    status = STATUS_OF.get(fault.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+    # A conflict that ends by itself, as of places that only requests in flight keep.
+    return HTTPStatus.SERVICE_UNAVAILABLE if status is HTTPStatus.CONFLICT and fault.retryable else status
 
 
 def details_of(report: Report) -> dict[str, Any]:

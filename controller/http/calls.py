@@ -40,12 +40,19 @@ class Calls:
         await self._ops.aclose()
 
     async def run(
-        self, request: Request, limit_s: float, what: Hashable | None, verb: Callable[..., Awaitable[Report]]
+        self,
+        request: Request,
+        limit_s: float,
+        what: Hashable,
+        verb: Callable[..., Awaitable[Report]],
+        *,
+        is_repeatable: bool = True,
     ) -> Report:
         """Have `verb` run for this request: `verb(fleet, target=..., op_id=..., deadline_s=...)`; the report, if ok.
 
-        Whoever asks for the same `what` while it runs joins it; None: nobody does, since doing it twice isn't the same
-        as once (requests and cache entries that came in between). `limit_s` counts unless the caller says otherwise.
+        `what` is the verb and all that it is told: whoever asks for the same while it runs joins it. `is_repeatable`
+        False: only under the op's own name, since doing it twice isn't the same as once (requests and cache entries
+        that came in between). `limit_s` counts unless the caller says otherwise.
 
         Raises: BadRequestError. What the verbs of `FleetClient` raise; UnansweredError (ask again) only of an op that
             the caller has named, or that wasn't begun.
@@ -62,7 +69,8 @@ class Calls:
         def begin() -> Awaitable[Report]:
             return verb(fleet, target=target, op_id=op_id, deadline_s=used_s)
 
-        key = op_id if what is None else (caller, given, target, used_s, what)
+        # Another request under the same name is no repeat: the controller refuses it.
+        key = (caller, given if is_repeatable else op_id, target, used_s, what)
         joined = asyncio.ensure_future(self._ops.join(key, begin))
         gone = asyncio.ensure_future(_gone(request))
         try:

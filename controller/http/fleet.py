@@ -105,7 +105,13 @@ class FleetRoutes:
         reading.check_query(request.query_params, {"component"}, {"component"})
         body = await reading.read_body(request, AbortBody)
         ids = tuple(body.request_ids) if body.request_ids else None
-        report = await self._calls.run(request, ABORT_S, None, lambda fleet, **op: fleet.abort(request_ids=ids, **op))
+        report = await self._calls.run(
+            request,
+            ABORT_S,
+            ("abort", ids),
+            lambda fleet, **op: fleet.abort(request_ids=ids, **op),
+            is_repeatable=False,
+        )
         # Those that end at their first token are aborted, too; an engine may not count.
         told = [o.data for o in report.outcomes if isinstance(o.data, AbortedData)]
         num = sum((data.num_aborted or 0) + data.num_deferred for data in told)
@@ -120,7 +126,9 @@ class FleetRoutes:
                 raise BadRequestError(problem, name, HTTPStatus.NOT_IMPLEMENTED)
         await reading.read_body(request, NoBody)
         try:
-            report = await self._calls.run(request, FLUSH_S, None, lambda fleet, **op: fleet.flush(**op))
+            report = await self._calls.run(
+                request, FLUSH_S, ("flush",), lambda fleet, **op: fleet.flush(**op), is_repeatable=False
+            )
         except PartialError as exc:
             if not _only_blocked(exc.report):
                 raise

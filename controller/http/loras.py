@@ -6,7 +6,6 @@ name `policy` get the newest. A caller that names its op tells repeats by that i
 already is loaded anew with `load_inplace` only.
 """
 
-import asyncio
 from collections.abc import Collection
 from http import HTTPStatus
 from pathlib import Path
@@ -17,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rlbus.adapter import ADAPTER_FILES, AdapterError, adapter_sum
 from rlbus.client import FleetClient
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import OP_ID, BadRequestError, error_of
 from rlbus.controller.http.calls import Calls, answered, done
-from rlbus.errors import DeadlineError, RLBusError
+from rlbus.controller.http.summing import Summing
+from rlbus.errors import RLBusError
 from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S
 from rlbus.schemas import FleetLora, FleetView, FolderSource, Report, Target, is_lora_name, lora_id, split_lora_id
 
@@ -55,6 +54,7 @@ class LoraRoutes:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
+        self._summing = Summing(f"of a folder that only the workers see give {CHECKSUM_HEADER}")
 
     def routes(self) -> list[Route]:
         """To be mounted at the root, as vLLM has them."""
@@ -75,7 +75,7 @@ class LoraRoutes:
         try:
             report = await self._run_load(request, body)
         except RLBusError as exc:
-            # Of adapters, prime-rl's client asks again after 404 and 500 only.
+            # Of adapters, prime-rl's client asks again after 404 and 500 only: 504, too, would end its run.
             later = HTTPStatus.INTERNAL_SERVER_ERROR
             return error_of(exc, "load the adapter", request.scope.get(OP_ID), later=later)
         answer = done({"status": "ok"}, report)
@@ -100,7 +100,8 @@ class LoraRoutes:
             view = await fleet.status(deadline_s=LIST_DEADLINE_S)
             name, revision = _split(body.lora_name)
             _check_free(view, body, target, op_id)
-            checksum = await _sum_of(body.lora_path, deadline_s) if given is None else given
+            folder = _folder_of(body.lora_path)
+            checksum = await self._summing.sum_of(folder, deadline_s) if given is None else given
             if revision is None and not is_named:  # of a named op, the name says what is a repeat
                 revision = _same(view.loras, name, checksum)
             return await fleet.load_lora(
@@ -226,28 +227,13 @@ def _same(loras: Collection[FleetLora], name: str, checksum: str) -> int | None:
     return newest.revision if newest is not None and newest.checksum == checksum else None
 
 
-async def _sum_of(path: str, limit_s: float) -> str:
-    """The checksum of the files that are there now; the workers copy them, and refuse if they have changed by then.
-
-    Raises: BadRequestError, AdapterError: no such folder here. DeadlineError. Cancel: a thread may read on.
-    """
+def _folder_of(path: str) -> Path:
+    """Raises BadRequestError."""
     folder = Path(path)
     if not folder.is_absolute():
         problem = f"lora_path={path[: reading.MAX_NAME_CHARS]!r}: give the absolute path under which the workers see it"
         raise BadRequestError(problem, "lora_path")
-
-    def look() -> str:
-        for name in ADAPTER_FILES:  # a pipe, or a device, would keep the thread for ever
-            if not (folder / name).is_file():
-                text = f"there is no such file here; of a folder that only the workers see give {CHECKSUM_HEADER}"
-                raise AdapterError(str(folder / name), text)
-        return adapter_sum(folder).checksum
-
-    try:
-        async with asyncio.timeout(limit_s):
-            return await asyncio.to_thread(look)
-    except TimeoutError as exc:
-        raise DeadlineError(f"reading {path}", limit_s) from exc
+    return folder
 
 
 def _ids(report: Report) -> str:

@@ -1,12 +1,13 @@
 """Dynamo's routes for adapters: `load_lora`, `unload_lora`, and `/v1/loras`.
 
 Dynamo loads a name from a URI; here a name has revisions, whose bytes never change. `policy@7` asks for that revision;
-of `policy` alone the files decide: those that are there already keep their revision, others get the next one, and
-requests that name `policy` get the newest.
+of `policy` alone the files decide: those of its newest revision here keep that, others get the next one, and requests
+that name `policy` get the newest, so that these files are what they get.
 """
 
 import asyncio
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,14 @@ from rlbus.schemas import (
     LoadLora,
     LorasData,
     LoraState,
+    LoraView,
     ResultStatus,
     UnloadLora,
     is_lora_name,
     lora_id,
     split_lora_id,
 )
+from rlbus.workers.journal import digest_of
 from rlbus.workers.preconditions import path_problem
 from rlbus.workers.state import WorkerState
 from rlbus.workers.system.calls import Call, OpError
@@ -56,10 +59,9 @@ async def load_lora(call: Call) -> Reply:
         raise said("'source.uri' is required and must be a string")
     path = _path_of(uri)
     checksum = await _checksum(call, path)
-    revision = asked.revision or _revision_of(call.agent.state, asked.name, checksum)
-    loads = LoadLora(name=asked.name, revision=revision, checksum=checksum, source=FolderSource(path=path))
+    loads = await _loads(call, asked, checksum, FolderSource(path=path))
     result = await call.do(loads)
-    name = str(fields["lora_name"])
+    name, revision = str(fields["lora_name"]), loads.revision
     return {
         "status": "success",
         "message": f"LoRA adapter '{name}' loaded successfully as {lora_id(asked.name, revision)}",
@@ -171,9 +173,39 @@ async def _checksum(call: Call, path: str) -> str:
         raise said(f"reading {path} took longer than {call.limit_s:g} s") from exc
 
 
-def _revision_of(state: WorkerState, name: str, checksum: str) -> int:
-    """The revision that these files have here already, else the next."""
-    known = [(one.revision, one.checksum) for one in state.adapters if one.name == name]
-    known += [(revision, found) for known_name, revision, found in state.known_sums if known_name == name]
-    same = [revision for revision, found in known if found == checksum]
-    return max(same) if same else max((revision for revision, _ in known), default=0) + 1
+async def _loads(call: Call, asked: Named, checksum: str, source: FolderSource) -> LoadLora:
+    """What a call asks for, with its revision. Cancel: nothing was done."""
+
+    def as_revision(revision: int) -> LoadLora:
+        return LoadLora(name=asked.name, revision=revision, checksum=checksum, source=source)
+
+    if asked.revision is not None:
+        return as_revision(asked.revision)
+    record = call.agent.journal.find(call.name)
+    if record is not None:  # a repeat of a call, whatever came after it; the journal answers
+        for revision in _same(call.agent.state, asked.name, checksum):
+            if digest_of(as_revision(revision)) == record.digest:
+                return as_revision(revision)
+    # By the engine's own word, too: what an agent before this one has loaded is there.
+    listed = (await call.do(GetLoras(), "listed")).data
+    assert isinstance(listed, LorasData)
+    return as_revision(_revision_of(call.agent.state, listed.loras, asked.name, checksum))
+
+
+def _revision_of(state: WorkerState, listed: Sequence[LoraView], name: str, checksum: str) -> int:
+    """The revision that these files have here already, if the name means no newer one; else the next. Pure."""
+    own_word = [(one.name, one.revision, one.state) for one in state.adapters]
+    engines_word = [(one.name, one.revision or 0, one.state) for one in listed]
+    there = [(revision, is_in) for found, revision, is_in in (*own_word, *engines_word) if found == name]
+    newest = max((revision for revision, is_in in there if is_in is not LoraState.DRAINING), default=0)
+    own = max(_same(state, name, checksum), default=0)
+    if own and own >= newest:
+        return own
+    known = (revision for known_name, revision, _ in state.known_sums if known_name == name)
+    return max((*known, *(revision for revision, _ in there)), default=0) + 1
+
+
+def _same(state: WorkerState, name: str, checksum: str) -> set[int]:
+    """The revisions of a name that these files have, or had, here."""
+    own = {one.revision for one in state.adapters if (one.name, one.checksum) == (name, checksum)}
+    return own | {revision for known, revision, found in state.known_sums if (known, found) == (name, checksum)}

@@ -255,3 +255,24 @@ def test_room_is_judged_by_the_engines_own_list() -> None:
     assert problem(view(8), evict_idle=True) is FaultCode.NO_CAPACITY
     assert problem(view(1, name="judge"), evict_idle=True) is FaultCode.NO_CAPACITY
     assert problem(view(6, num_in_flight=2), is_hot_swap=True) is None
+
+
+def test_no_room_passes_by_itself_where_only_requests_in_flight_keep_it() -> None:
+    """An older revision that would go once it is idle, and whatever is being unloaded; nothing else."""
+
+    def passes(*views: LoraView, **changes: object) -> bool:
+        found = place_problem(plan_of(**changes), WORKERS[0], LorasData(loras=views, capacity=1))
+        assert found is not None
+        assert found.code is FaultCode.NO_CAPACITY
+        return found.retryable
+
+    def view(revision: int, num_in_flight: int | None, name: str = "policy", is_draining: bool = False) -> LoraView:
+        state = LoraState.DRAINING if is_draining else LoraState.LOADED
+        return LoraView(name=name, state=state, revision=revision, checksum=OLD_SUM, num_in_flight=num_in_flight)
+
+    assert passes(view(6, 2), evict_idle=True)
+    assert passes(view(1, 2, "judge", is_draining=True))
+    assert not passes(view(6, 2))
+    assert not passes(view(6, None), evict_idle=True)
+    assert not passes(view(8, 2), evict_idle=True)
+    assert not passes(view(1, 2, "judge"), evict_idle=True)

@@ -182,7 +182,9 @@ def test_twenty_revisions_fit_into_four_places_when_idle_ones_may_go(tmp_path: P
         assert set(ids(loaded)) == {"other@1", "policy@18", "policy@19", "policy@20"}
         for revision in (18, 19, 20):
             rig.engine.submit(f"r{revision}", PROMPT, LONG, model=f"policy@{revision}")
-        assert code_of(await rig.send(publish(tmp_path, 21, evict_idle=True))) is FaultCode.NO_CAPACITY
+        full = await rig.send(publish(tmp_path, 21, evict_idle=True))
+        assert full.fault is not None
+        assert (full.fault.code, full.fault.retryable) == (FaultCode.NO_CAPACITY, True)  # requests end
         assert len((await listed(rig)).loras) == 4
 
     play(tmp_path, scenario)
@@ -195,7 +197,8 @@ def test_adapter_of_somebody_else_takes_a_place_and_is_never_evicted(tmp_path: P
         rig.engine.loras.foreign = ["theirs"]
         await rig.send(publish(tmp_path, 1))
         full = await rig.send(publish(tmp_path, 2, "another", evict_idle=True))
-        assert code_of(full) is FaultCode.NO_CAPACITY
+        assert full.fault is not None
+        assert (full.fault.code, full.fault.retryable) == (FaultCode.NO_CAPACITY, False)
         views = {v.name: v for v in (await listed(rig)).loras}
         assert (views["theirs"].revision, views["theirs"].checksum) == (None, None)
 

@@ -239,6 +239,39 @@ def test_abort_ends_the_named_or_all_and_counts() -> None:
     over_http([worker(1), worker(2)], check)
 
 
+def test_two_requests_under_one_op_id_are_never_answered_with_one_report() -> None:
+    """The first of the name is done, its repeat joins it; another verb, or other arguments, are refused meanwhile."""
+    named = {"x-rlbus-op-id": "mine"}
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        first = asyncio.create_task(client.post("/abort_requests", json={"request_ids": ["a"]}, headers=named))
+        await asyncio.sleep(1.0)
+        again = asyncio.create_task(client.post("/abort_requests", json={"request_ids": ["a"]}, headers=named))
+        others = [
+            await client.post("/reset_prefix_cache", headers=named),
+            await client.post("/abort_requests", json={"request_ids": ["b"]}, headers=named),
+            await client.post("/abort_requests?component=backend", json={"request_ids": ["a"]}, headers=named),
+        ]
+        assert [code_of(answer)[0] for answer in others] == [400] * 3
+        assert not first.done()
+        assert [(await task).status_code for task in (first, again)] == [200, 200]
+        assert [b.request_ids for b in bodies(scene, AbortRequest)] == [("a",)]
+        assert bodies(scene, FlushCache) == []
+
+    over_http([worker(1, {"abort": {1: Step(latency_s=5.0)}})], check)
+
+
+def test_aborts_that_nobody_has_named_are_each_done() -> None:
+    """Requests may have come in between."""
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        answers = await asyncio.gather(*(client.post("/abort_requests") for _ in range(2)))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert len(bodies(scene, AbortRequest)) == 2
+
+    over_http([worker(1)], check)
+
+
 def test_engines_that_do_not_count_add_nothing_to_those_aborted() -> None:
     """Beside one that ended two and will end a third at its first token."""
 

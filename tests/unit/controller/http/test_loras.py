@@ -135,6 +135,24 @@ def test_prime_rl_asks_again_while_the_folder_is_not_there_yet(tmp_path: Path) -
     over_http([taker(1, {"pause": {1: Step(latency_s=5.0)}}, roots=[tmp_path])], check)
 
 
+def test_prime_rl_asks_again_while_requests_use_the_older_revisions(tmp_path: Path) -> None:
+    """They end; a place that somebody else's adapter has, nobody gives back by waiting."""
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        assert (await client.post(AGAIN, json=body(adapter(tmp_path / "a", "1")))).status_code == 200
+        engine, second = scene.fleet.workers[0].engine, body(adapter(tmp_path / "b", "2"))
+        engine.submit("r", (1, 2), 10_000, model="policy")
+        busy = [await client.post(path, json={**second, "load_inplace": True}) for path in (AGAIN, LOAD)]
+        assert [(code_of(answer)[0], answer.headers["retry-after"]) for answer in busy] == [(500, "1"), (503, "1")]
+        assert busy[0].json()["rlbus"]["code"] == "no_capacity"
+        other = [await client.post(path, json=body(tmp_path / "b", "other")) for path in (AGAIN, LOAD)]
+        assert [code_of(answer)[0] for answer in other] == [409, 409]
+        engine.requests.abort(["r"])
+        assert (await client.post(AGAIN, json=second)).status_code == 200
+
+    over_http([taker(1, roots=[tmp_path], capacity=1)], check)
+
+
 def test_a_repeat_of_an_op_gets_its_report(tmp_path: Path) -> None:
     """By the op's id; without one it is vLLM's 400 and 404."""
     folder = adapter(tmp_path / "a")

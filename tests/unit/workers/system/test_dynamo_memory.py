@@ -75,6 +75,41 @@ def test_a_name_without_revision_keeps_its_revision_for_the_same_files_and_gets_
     on_surface(scenario, config=config_for(tmp_path), engine=FakeEngine(loras=LoraInfo(4)))
 
 
+def test_a_name_that_is_rolled_back_means_the_files_that_were_asked_for_last(tmp_path: Path) -> None:
+    """The old files are its next revision by both surfaces; a repeat of an op that was named is still that op."""
+    first, second = fake_adapter(tmp_path / "a", "x"), fake_adapter(tmp_path / "b", "y")
+
+    async def scenario(front: Front) -> None:
+        one = await said(front, "load_lora", loads("policy", first), x_rlbus_op_id="one")
+        await said(front, "load_lora", loads("policy", second))
+        assert (one["lora_id"], front.rig.engine.loras.choose("policy", "base")) == (1, "policy@2")
+        assert (await said(front, "load_lora", loads("policy", first)))["lora_id"] == 3
+        assert front.rig.engine.loras.choose("policy", "base") == "policy@3"
+        assert (await said(front, "load_lora", loads("policy", first)))["lora_id"] == 3
+        assert await said(front, "load_lora", loads("policy", first), x_rlbus_op_id="one") == one
+        body = {"lora_name": "policy", "lora_path": str(second)}
+        assert (await front.post("/v1/load_lora_adapter", body)).status_code == 200
+        assert front.rig.engine.loras.choose("policy", "base") == "policy@4"
+        # Once the newer ones are gone, it may be what it was.
+        for revision in (3, 4):
+            await said(front, "unload_lora", {"lora_name": f"policy@{revision}"})
+        assert (await said(front, "load_lora", loads("policy", second)))["lora_id"] == 4
+
+    on_surface(scenario, config=config_for(tmp_path), engine=FakeEngine(loras=LoraInfo(4)))
+
+
+def test_a_name_gets_a_revision_above_those_that_an_agent_before_has_left_in_the_engine(tmp_path: Path) -> None:
+    """Nobody knows their bytes, and the name would mean them."""
+    folder = fake_adapter(tmp_path / "a", "x")
+
+    async def scenario(front: Front) -> None:
+        front.rig.engine.loras.sums["policy", 7] = "unknown"
+        assert (await said(front, "load_lora", loads("policy", folder)))["lora_id"] == 8
+        assert front.rig.engine.loras.choose("policy", "base") == "policy@8"
+
+    on_surface(scenario, config=config_for(tmp_path), engine=FakeEngine(loras=LoraInfo(4)))
+
+
 def test_the_rest_routes_of_dynamos_system_server_do_the_same(tmp_path: Path) -> None:
     """POST, GET and DELETE on /v1/loras."""
     folder = fake_adapter(tmp_path / "a", "x")

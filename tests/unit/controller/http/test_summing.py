@@ -1,0 +1,128 @@
+"""Folders that a shared disk may never give back."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rlbus.adapter import AdapterError, adapter_sum
+from rlbus.controller.http import summing
+from rlbus.controller.http.summing import Summing
+from rlbus.errors import BusyError, DeadlineError
+from rlbus.testing import run
+from tests.unit.controller.http.side import code_of, over_http
+from tests.unit.controller.lora_stage import adapter, takers
+from tests.unit.controller.scene import Scene
+
+pytestmark = pytest.mark.unit
+
+# For how long a hanging thread is waited for, in real seconds.
+LIMIT_S = 0.05
+# A test that fails leaves no thread for longer, in seconds.
+LEFT_S = 30.0
+
+
+class HungDisk:
+    """Reads of folders named "hung" don't return before `heal`."""
+
+    def __init__(self) -> None:
+        self._is_well = threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    def read(self, folder: Path) -> Any:
+        """As `adapter_sum`."""
+        if folder.name.startswith("hung"):
+            self.threads.append(threading.current_thread())
+            self._is_well.wait(LEFT_S)
+        return adapter_sum(folder)
+
+    def heal(self) -> None:
+        """Give back what hangs."""
+        self._is_well.set()
+        for thread in self.threads:
+            thread.join(LEFT_S)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The controller's view of the folders."""
+    made = HungDisk()
+    monkeypatch.setattr(summing, "adapter_sum", made.read)
+    yield made
+    made.heal()
+
+
+def with_sums(scenario: Callable[[Summing], Any]) -> None:
+    async def main() -> None:
+        await scenario(Summing("send it"))
+
+    run(main())
+
+
+def test_a_folder_that_hangs_costs_one_thread_that_nobody_else_needs(tmp_path: Path, disk: HungDisk) -> None:
+    """Not one of the loop's, which its end waits for; another folder is read, and this one once the disk is well."""
+    hung, well = adapter(tmp_path / "hung"), adapter(tmp_path / "well", "2")
+
+    async def scenario(sums: Summing) -> None:
+        with pytest.raises(DeadlineError, match="hung"):
+            await sums.sum_of(hung, LIMIT_S)
+        for _ in range(40):
+            with pytest.raises(BusyError, match="hung is being read"):
+                await sums.sum_of(hung, LIMIT_S)
+        assert [thread.daemon for thread in disk.threads] == [True]
+        assert await sums.sum_of(well, LEFT_S) == adapter_sum(well).checksum
+        disk.heal()
+        assert await sums.sum_of(hung, LEFT_S) == adapter_sum(hung).checksum
+
+    with_sums(scenario)
+
+
+def test_a_disk_whose_every_folder_hangs_keeps_few_threads(
+    tmp_path: Path, disk: HungDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that names a new folder each step must not use them up."""
+    monkeypatch.setattr(summing, "MAX_READING", 2)
+
+    async def scenario(sums: Summing) -> None:
+        folders = [adapter(tmp_path / f"hung_{n}") for n in range(3)]
+        for folder in folders[:2]:
+            with pytest.raises(DeadlineError):
+                await sums.sum_of(folder, LIMIT_S)
+        with pytest.raises(BusyError, match="2 folders"):
+            await sums.sum_of(folders[2], LIMIT_S)
+        assert len(disk.threads) == 2
+
+    with_sums(scenario)
+
+
+def test_a_folder_that_is_not_there_is_named_and_can_be_asked_for_again(tmp_path: Path) -> None:
+    """It may come."""
+
+    async def scenario(sums: Summing) -> None:
+        with pytest.raises(AdapterError, match="send it"):
+            await sums.sum_of(tmp_path / "late", LEFT_S)
+        folder = adapter(tmp_path / "late")
+        assert await sums.sum_of(folder, LEFT_S) == adapter_sum(folder).checksum
+
+    with_sums(scenario)
+
+
+def test_who_asks_for_a_folder_that_hangs_is_told_to_come_later(tmp_path: Path, disk: HungDisk) -> None:
+    """By each route's own status; the fleet is asked nothing."""
+    folder = adapter(tmp_path / "hung")
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        body = {"lora_name": "policy", "lora_path": str(folder)}
+        limit = {"x-rlbus-limit-s": str(LIMIT_S)}
+        paths = ("/load_lora_adapter", "/load_lora_adapter", "/v1/load_lora_adapter")
+        answers = [await client.post(path, json=body, headers=limit) for path in paths]
+        assert [code_of(answer)[0] for answer in answers] == [500, 500, 503]
+        assert [answer.headers["retry-after"] for answer in answers] == ["1"] * 3
+        assert scene.commands == []
+        disk.heal()
+        assert (await client.post("/load_lora_adapter", json=body)).status_code == 200
+
+    over_http(takers(1, roots=[tmp_path]), check)
