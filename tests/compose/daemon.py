@@ -160,8 +160,7 @@ def _daemon() -> Iterator[str]:
     places = ("--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid")
     log = folder / "log"
     with log.open("wb") as sink:
-        # Without docker0: Compose makes a bridge of its own, and a build needs none.
-        argv = ("dockerd", *places, "--host", host, "--bridge", "none")
+        argv = ("dockerd", *places, "--host", host)
         process = subprocess.Popen(argv, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         _wait_for(process, host, log)
