@@ -17,7 +17,7 @@ from rlbus.bus import Bus
 from rlbus.controller.catch_up import FIRST_RETRY_S, MAX_AT_ONCE, MAX_RETRY_S, SETTLE_S
 from rlbus.controller.catching_up import CALLER, LOOK_S, RELOAD_DEADLINE_S
 from rlbus.controller.desk import Desk
-from rlbus.controller.lora_book import LoraBook
+from rlbus.controller.lora_book import LoraBook, should_have
 from rlbus.controller.op_ids import derive
 from rlbus.controller.registry import Member, Registry
 from rlbus.schemas import (
@@ -56,12 +56,8 @@ class Attempt:
 
 def lacks(lora: FleetLora, member: Member, registry: Registry) -> bool:
     """Whether this worker should have the adapter, is awake, can be addressed, and doesn't have it. Pure."""
-    target, loras = lora.target, member.status.loras
-    if target.workers is not None and member.worker not in target.workers:
-        return False
-    if target.components is not None and member.descriptor.component not in target.components:
-        return False
-    if member.status.asleep:
+    loras = member.status.loras
+    if not should_have(lora, member.worker) or member.status.asleep:
         return False
     if loras is None or "load_lora" not in member.descriptor.routes or member.liveness is not Liveness.ALIVE:
         return False
