@@ -66,7 +66,9 @@ STATUS = s.WorkerStatus(
     num_refused_messages=5,
     work=s.WorkView(route="update_weights_from_distributed", since=1700000000.5, lease_s=30.0),
     asleep=(s.SleepTag.KV_CACHE, s.SleepTag.WEIGHTS),
-    loras=s.LorasView(ids=("policy@7",), capacity=4, num_draining=1, can_drain=False, can_hot_swap=True),
+    loras=s.LorasView(
+        ids=("policy@7",), capacity=4, num_draining=1, can_drain=False, can_hot_swap=True, sums=("0f" * 8,)
+    ),
     draft=WEIGHTS,
 )
 SHA = "0f" * 32
