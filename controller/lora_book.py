@@ -23,9 +23,11 @@ from rlbus.schemas import (
     PastRevision,
     Target,
     UnloadLoraFleet,
+    WorkerId,
     WorkerStatus,
     lora_id,
     split_lora_id,
+    split_worker_id,
 )
 
 EVERYBODY = Target()
@@ -97,7 +99,9 @@ class LoraBook:
         self.give(lora.name, lora.revision, lora.checksum)
         known = self.get(lora.name, lora.revision)
         if known is not None:
-            lora = replace(lora, target=both(known.target, lora.target), since=known.since)
+            still = (name for name in known.not_on if not _names(lora.target, name))
+            not_on = tuple(sorted({*lora.not_on, *still}))
+            lora = replace(lora, target=both(known.target, lora.target), since=known.since, not_on=not_on)
         self._loras[lora_id(lora.name, lora.revision)] = lora
         self.op_id = lora.op_id
 
@@ -108,6 +112,24 @@ class LoraBook:
         self.op_id = op_id
         found = [i for i in ids if i in self._loras and covers(target, self._loras[i].target)]
         return tuple(self._loras.pop(i) for i in found)
+
+    def evict(self, ids: Iterable[str], op_id: str, target: Target) -> tuple[str, ...]:
+        """These had to go for a load on `target`, of which nobody is given them any more: its engines have no room for
+        them. Those that the fleet had there; one that others should have is still the fleet's.
+        """
+        self.op_id = op_id
+        gone: list[str] = []
+        for key in sorted(i for i in ids if i in self._loras):
+            known = self._loras[key]
+            left = without(known, target)
+            if left == known:
+                continue
+            gone.append(key)
+            if left is None:
+                del self._loras[key]
+            else:
+                self._loras[key] = left
+        return tuple(gone)
 
     def uses(self, key: str) -> bool:
         """Whether an adapter that the fleet has comes from this object of the store."""
@@ -145,7 +167,7 @@ class LoraBook:
             if own and all(o.outcome is Outcome.OK for o in own) and not request.is_catch_up:
                 self.add(fleet_lora(request, parts[1], entry.item.began_at))
                 evicted = () if report is None or report.lora is None else report.lora.evicted
-                self.remove(evicted, request.op_id)
+                self.evict(evicted, request.op_id, request.target)
         elif isinstance(request, UnloadLoraFleet) and report is not None and report.lora is not None:
             self.remove(report.lora.ids, request.op_id, request.target)
 
@@ -157,6 +179,44 @@ def covers(target: Target, of: Target) -> bool:
     if target.workers is not None:
         return of.workers is not None and set(of.workers) <= set(target.workers)
     return of.components is not None and set(of.components) <= set(target.components or ())
+
+
+def should_have(lora: FleetLora, worker: WorkerId) -> bool:
+    """Whether this worker is to be given the adapter."""
+    component, target = split_worker_id(worker)[0], lora.target
+    if target.workers is not None and worker not in target.workers:
+        return False
+    if target.components is not None and component not in target.components:
+        return False
+    return worker not in lora.not_on and component not in lora.not_on
+
+
+def without(lora: FleetLora, target: Target) -> FleetLora | None:
+    """The adapter of those who aren't of `target`; None: nobody is left. As far as names tell."""
+    if target == EVERYBODY:
+        return None
+    own, gone = lora.target, target.components or () if target.workers is None else target.workers
+    if own.workers is not None:
+        workers = tuple(w for w in own.workers if w not in gone and _component(w) not in gone)
+        return replace(lora, target=replace(own, workers=workers)) if workers else None
+    if own.components is None:
+        return replace(lora, not_on=tuple(sorted({*lora.not_on, *gone})))
+    components = tuple(c for c in own.components if c not in gone)
+    named = {*lora.not_on, *(w for w in gone if w not in own.components)}
+    not_on = tuple(sorted(name for name in named if _component(name) in components))
+    return replace(lora, target=replace(own, components=components), not_on=not_on) if components else None
+
+
+def _component(name: str) -> str:
+    """Of a worker; of a component itself."""
+    return name.partition("/")[0]
+
+
+def _names(target: Target, name: str) -> bool:
+    """Whether `target` means some of what `name` does, a component or a worker."""
+    if target.workers is not None:
+        return any(name in (worker, _component(worker)) for worker in target.workers)
+    return target.components is None or _component(name) in target.components
 
 
 def both(one: Target, other: Target) -> Target:

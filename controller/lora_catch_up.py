@@ -17,10 +17,11 @@ from rlbus.bus import Bus
 from rlbus.controller.catch_up import FIRST_RETRY_S, MAX_AT_ONCE, MAX_RETRY_S, SETTLE_S
 from rlbus.controller.catching_up import CALLER, LOOK_S, RELOAD_DEADLINE_S
 from rlbus.controller.desk import Desk
-from rlbus.controller.lora_book import LoraBook
+from rlbus.controller.lora_book import LoraBook, should_have
 from rlbus.controller.op_ids import derive
 from rlbus.controller.registry import Member, Registry
 from rlbus.schemas import (
+    SHORT_SUM_CHARS,
     Fault,
     FaultCode,
     FleetLora,
@@ -29,6 +30,7 @@ from rlbus.schemas import (
     Liveness,
     LoadLoraFleet,
     LoraBehind,
+    LorasView,
     MemberView,
     Outcome,
     Report,
@@ -56,17 +58,22 @@ class Attempt:
 
 def lacks(lora: FleetLora, member: Member, registry: Registry) -> bool:
     """Whether this worker should have the adapter, is awake, can be addressed, and doesn't have it. Pure."""
-    target, loras = lora.target, member.status.loras
-    if target.workers is not None and member.worker not in target.workers:
-        return False
-    if target.components is not None and member.descriptor.component not in target.components:
-        return False
-    if member.status.asleep:
+    loras = member.status.loras
+    if not should_have(lora, member.worker) or member.status.asleep:
         return False
     if loras is None or "load_lora" not in member.descriptor.routes or member.liveness is not Liveness.ALIVE:
         return False
-    is_named = lora_id(lora.name, lora.revision) in loras.ids or len(loras.ids) >= MAX_STATUS_IDS
-    return not is_named and registry.refusal(member) is None
+    return not _has(loras, lora) and registry.refusal(member) is None
+
+
+def _has(loras: LorasView, lora: FleetLora) -> bool:
+    """Whether a worker's status says that it has the adapter, and not only its name: from the fleet's bytes."""
+    key = lora_id(lora.name, lora.revision)
+    if key not in loras.ids:
+        return len(loras.ids) >= MAX_STATUS_IDS
+    if len(loras.sums) != len(loras.ids):
+        return True  # an agent before there were sums: its own list tells, when it is asked
+    return loras.sums[loras.ids.index(key)] == lora.checksum[:SHORT_SUM_CHARS]
 
 
 def failed(attempt: Attempt, why: str, now_s: float) -> Attempt:

@@ -109,11 +109,12 @@ def place_problem(plan: LoadPlan, worker: WorkerId, data: LorasData) -> Fault | 
     """
     view = _view_of(plan, data)
     if view is not None:
-        if view.checksum in (None, plan.checksum):
+        if view.checksum == plan.checksum:
             return None
-        message = (
-            f"{worker} has {plan.id} with other bytes; a revision stands for the same ones for ever; take a new one"
+        whose = (
+            "other bytes" if view.checksum is not None else "bytes that nobody there knows (not loaded by its agent)"
         )
+        message = f"{worker} has {plan.id} with {whose}: unload it there, or take another revision"
         return fault(FaultCode.REVISION_TAKEN, message, worker=worker, lora=plan.id)
     if len(data.loras) < data.capacity:
         return None

@@ -208,14 +208,13 @@ LoadAction = Ask | Wait | Watch | Done
 
 
 def shows(data: LorasData | None, name: str, revision: int, checksum: str) -> bool:
-    """Whether an engine's own list has this adapter, loaded, as far as it can tell whose bytes it is."""
+    """Whether an engine's own list has this adapter, loaded, and from these bytes. One whose bytes nobody knows may be
+    that of an earlier run, under the same name.
+    """
     if data is None:
         return False
     return any(
-        view.name == name
-        and view.revision == revision
-        and view.state is LoraState.LOADED
-        and view.checksum in (None, checksum)
+        view.name == name and view.revision == revision and view.state is LoraState.LOADED and view.checksum == checksum
         for view in data.loras
     )
 

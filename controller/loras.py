@@ -124,11 +124,13 @@ class Loras:
         return None
 
     def _committed(self, request: LoadLoraFleet, state: LoadState) -> None:
-        """Every worker shows it: from now on it is the fleet's, and what had to go for it isn't any more."""
+        """Every worker shows it: from now on it is the fleet's, and what had to go for it, on any worker of the target,
+        is nobody's of the target any more.
+        """
         if request.is_catch_up:
             return
         self.book.add(fleet_lora(request, state.plan.revision, self._bus.clock.now()))
-        self.book.remove(evicted(state), request.op_id)
+        self.book.evict(evicted(state), request.op_id, request.target)
         self._keep()
 
     def _source_problem(self, request: LoadLoraFleet) -> Fault | None:
@@ -180,9 +182,9 @@ class Loras:
         """
         gone = gone_for(lora, self.book.revisions(lora.name), lists)
         self.book.add(lora)
-        removed = self.book.remove(gone, request.op_id, request.target)
+        evicted_ids = self.book.evict(gone, request.op_id, request.target)
         self._keep()
-        return tuple(lora_id(one.name, one.revision) for one in removed)
+        return evicted_ids
 
     def _keep(self) -> None:
         if self._succession is not None:

@@ -63,7 +63,8 @@ class LoraResult(Wire, frozen=True, kw_only=True):
 class FleetLora(Wire, frozen=True, kw_only=True):
     """One adapter that the fleet has: every worker of `target` is given it, also those that come later.
 
-    `since` in Unix seconds. `op_id` is the op that gave it.
+    `since` in Unix seconds. `op_id` is the op that gave it. `not_on` are components ("decode") and workers ("decode/1")
+    of the target that don't have it any more: it had to go there for a newer revision.
     """
 
     name: LoraName
@@ -73,6 +74,7 @@ class FleetLora(Wire, frozen=True, kw_only=True):
     since: float
     op_id: str
     target: Target = Target()
+    not_on: tuple[str, ...] = ()
 
 
 class LoraBehind(Wire, frozen=True, kw_only=True):

@@ -33,6 +33,9 @@ Revision = Annotated[int, msgspec.Meta(ge=1, le=MAX_REVISION)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 DrainS = Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]
 
+# How much of an adapter's checksum a status has, in hex digits: a heartbeat names up to 64 adapters.
+SHORT_SUM_CHARS = 16
+
 _LORA_NAME = re.compile(LORA_NAME_PATTERN)
 _LORA_ID = re.compile(r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})@([1-9][0-9]{0,15})$(?!\n)")
 
@@ -119,7 +122,8 @@ class LoraState(enum.StrEnum):
 
 
 class LoraView(Wire, frozen=True, kw_only=True):
-    """One adapter in the engine. `revision` and `checksum` are None for one that somebody else has put there.
+    """One adapter in the engine. `revision` is None for a name that somebody else has put there, `checksum` for one
+    whose bytes nobody knows: it is no proof that anything is loaded.
 
     `num_in_flight` is the number of requests that name it; None: the engine can't say.
     """
@@ -150,6 +154,7 @@ class LorasData(Data, frozen=True, kw_only=True, tag="loras"):
 class LorasView(Wire, frozen=True, kw_only=True):
     """Adapters in a worker's status, as its engine said last: "policy@7", sorted, those that drain left out.
 
+    `sums`: of each of `ids` the first SHORT_SUM_CHARS digits of its checksum, "" where nobody knows its bytes.
     `can_drain`: the engine knows which requests name an adapter. `can_hot_swap`: its caches are keyed by revision.
     """
 
@@ -158,3 +163,4 @@ class LorasView(Wire, frozen=True, kw_only=True):
     num_draining: int = 0
     can_drain: bool = True
     can_hot_swap: bool = False
+    sums: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ class LoraWatch:
 
     def view(self) -> LorasView | None:
         """For a status."""
-        return summary(self._host.state.lora_info, self._last)
+        return summary(self._host.state, self._last)
 
     def soon(self) -> None:
         """An adapter may be to go."""

@@ -5,11 +5,13 @@ state from before the engine is told, and stays, unsettled, until the engine's o
 answer of the engine that is older than the last change decides nothing.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rlbus.schemas import (
     MAX_LORAS,
+    SHORT_SUM_CHARS,
     WHOLE,
     Fault,
     FaultCode,
@@ -23,7 +25,7 @@ from rlbus.schemas import (
     lora_id,
 )
 from rlbus.workers.checks import asleep_problem, fault
-from rlbus.workers.engines.lora import LoraInfo, Resident
+from rlbus.workers.engines.lora import Resident
 from rlbus.workers.moves import (
     DrainEnded,
     LoraBegins,
@@ -43,6 +45,8 @@ MAX_KNOWN = 1024
 MAX_STATUS_IDS = 64
 # What the agent gives the engine for the unload that ends a drain, in seconds.
 OWN_UNLOAD_S = 30.0
+# The name of a folder of rlbus's own copies, see `rlbus.workers.lora_files`.
+_SUM = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,21 @@ def known_sum(state: WorkerState, name: str, revision: int) -> str | None:
     return next((s for n, r, s in state.known_sums if (n, r) == (name, revision)), None)
 
 
+def sum_of(state: WorkerState, resident: Resident) -> str | None:
+    """The checksum of the bytes that an adapter of the engine was loaded from; None: nobody knows it.
+
+    The folder proves it, which outlives an agent: rlbus's own copies are named by their checksum, and nobody changes
+    them. Else it is what this agent has loaded under that name.
+    """
+    if resident.revision is None:
+        return None
+    if resident.files is not None and _SUM.fullmatch(resident.files):
+        return resident.files
+    key = (resident.name, resident.revision)
+    own = next((adapter.checksum for adapter in state.adapters if adapter.key == key), None)
+    return own or known_sum(state, *key)
+
+
 def check_unload(state: WorkerState, body: UnloadLora) -> Fault | None:
     """Why this adapter can't be unloaded in this state, or None."""
     what = f"unloading {lora_id(body.name, body.revision)}"
@@ -103,12 +122,8 @@ def plan_load(state: WorkerState, body: LoadLora, residents: Sequence[Resident])
     """How to make room for an adapter among those that the engine has; a fault if there is none."""
     assert state.lora_info is not None
     info, own = state.lora_info, find(residents, body.name, body.revision)
-    if own is not None and known_sum(state, body.name, body.revision) is None:
-        name = lora_id(body.name, body.revision)
-        message = f"{name} is there, and not by this agent: nobody knows from which bytes; unload it first"
-        return fault(FaultCode.REVISION_TAKEN, message, checksum=body.checksum)
     if own is not None:
-        return LoadPlan(is_done=not own.is_draining)
+        return _taken(body, sum_of(state, own)) or LoadPlan(is_done=not own.is_draining)
     same = [r for r in residents if r.name == body.name and r.revision is not None]
     older = [r for r in _by_age(state, same) if r.revision is not None and r.revision < body.revision]
     swappable = [r.revision for r in older if r.revision is not None and not r.is_draining]
@@ -126,6 +141,18 @@ def plan_load(state: WorkerState, body: LoadLora, residents: Sequence[Resident])
     # Requests end by themselves; of an adapter whose requests nobody counts that can't be told.
     ending = [r for r in residents if r.is_draining or (body.evict_idle and r in older and r.num_in_flight is not None)]
     return fault(FaultCode.NO_CAPACITY, message, retryable=len(ending) >= num_over, capacity=info.capacity, loaded=has)
+
+
+def _taken(body: LoadLora, has: str | None) -> Fault | None:
+    """Why an adapter that is there isn't the one that is to be loaded."""
+    name = lora_id(body.name, body.revision)
+    if has is None:
+        message = f"{name} is there, and not by this agent: nobody knows from which bytes; unload it first"
+        return fault(FaultCode.REVISION_TAKEN, message, checksum=body.checksum)
+    if has != body.checksum:
+        message = f"{name} is there, and not by this agent, with other bytes (checksum {has[:12]}); unload it first"
+        return fault(FaultCode.REVISION_TAKEN, message, known=has, checksum=body.checksum)
+    return None
 
 
 def _by_age(state: WorkerState, residents: Sequence[Resident]) -> list[Resident]:
@@ -248,16 +275,14 @@ def _drain_ended(state: WorkerState, event: DrainEnded) -> tuple[WorkerState, tu
 
 def views(state: WorkerState, residents: Sequence[Resident]) -> tuple[LoraView, ...]:
     """Every adapter that the engine has, and those of which nobody knows yet, in the order of their names."""
-    ours = {adapter.key: adapter for adapter in state.adapters}
     found: list[LoraView] = []
     for resident in residents:
-        adapter = None if resident.revision is None else ours.get((resident.name, resident.revision))
         found.append(
             LoraView(
                 name=resident.name,
                 state=LoraState.DRAINING if resident.is_draining else LoraState.LOADED,
                 revision=resident.revision,
-                checksum=None if adapter is None else adapter.checksum,
+                checksum=sum_of(state, resident),
                 num_in_flight=resident.num_in_flight,
             )
         )
@@ -291,17 +316,19 @@ def loras_data(
     )
 
 
-def summary(info: LoraInfo | None, residents: Sequence[Resident] | None) -> LorasView | None:
+def summary(state: WorkerState, residents: Sequence[Resident] | None) -> LorasView | None:
     """What a heartbeat says of the adapters; None: the engine takes none, or hasn't said."""
+    info = state.lora_info
     if info is None or residents is None:
         return None
-    ids = sorted(_text(r) for r in residents if not r.is_draining)
+    served = sorted((r for r in residents if not r.is_draining), key=_text)[:MAX_STATUS_IDS]
     return LorasView(
-        ids=tuple(ids[:MAX_STATUS_IDS]),
+        ids=tuple(_text(r) for r in served),
         capacity=info.capacity,
         num_draining=sum(r.is_draining for r in residents),
         can_drain=info.can_drain,
         can_hot_swap=info.can_hot_swap,
+        sums=tuple((sum_of(state, r) or "")[:SHORT_SUM_CHARS] for r in served),
     )
 
 

@@ -21,6 +21,7 @@ from rlbus.controller.http import reading
 from rlbus.controller.http.answers import OP_ID, BadRequestError, error_of
 from rlbus.controller.http.calls import Calls, answered, done
 from rlbus.controller.http.summing import Summing
+from rlbus.controller.lora_book import should_have
 from rlbus.errors import RLBusError
 from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S
 from rlbus.schemas import FleetLora, FleetView, FolderSource, Report, Target, is_lora_name, lora_id, split_lora_id
@@ -154,7 +155,7 @@ def cards(view: FleetView, created: int) -> list[dict[str, Any]]:
         having = [
             m
             for m in admitted
-            if _means(one.target, m.descriptor.component, m.descriptor.instance_id)
+            if should_have(one, m.worker)
             and "load_lora" in m.descriptor.routes
             and all(behind.id != own for behind in m.loras_behind)
         ]
@@ -164,12 +165,6 @@ def cards(view: FleetView, created: int) -> list[dict[str, Any]]:
             found.append(card)
             newest[one.name] = {**card, "id": one.name}
     return [*found, *newest.values()]
-
-
-def _means(target: Target, component: str, instance_id: str) -> bool:
-    if target.workers is not None:
-        return f"{component}/{instance_id}" in target.workers
-    return target.components is None or component in target.components
 
 
 def _split(name: str) -> tuple[str, int | None]:
@@ -196,7 +191,7 @@ def _check_free(view: FleetView, body: LoadBody, target: Target, op_id: str) -> 
         raise BadRequestError(problem, "lora_name")
     name, revision = _split(body.lora_name)
     loaded = [one for one in view.loras if one.name == name and revision in (None, one.revision)]
-    if not body.load_inplace and any(one.op_id != op_id and _meet(one.target, target) for one in loaded):
+    if not body.load_inplace and any(one.op_id != op_id and _meet(one, target) for one in loaded):
         problem = (
             f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the adapter in place, "
             "set 'load_inplace' to True."
@@ -204,12 +199,15 @@ def _check_free(view: FleetView, body: LoadBody, target: Target, op_id: str) -> 
         raise BadRequestError(problem, "lora_name")
 
 
-def _meet(one: Target, asked: Target) -> bool:
-    """Whether an adapter of these workers is one of those that are asked for, which HTTP names by component."""
-    components = one.components
-    if one.workers is not None:
-        components = tuple(worker.partition("/")[0] for worker in one.workers)
-    return components is None or asked.components is None or bool(set(components) & set(asked.components))
+def _meet(one: FleetLora, asked: Target) -> bool:
+    """Whether an adapter is that of some worker of those that are asked for, which HTTP names by component."""
+    components = one.target.components
+    if one.target.workers is not None:
+        components = tuple(worker.partition("/")[0] for worker in one.target.workers)
+    if asked.components is None:
+        return True
+    wanted = set(asked.components) - set(one.not_on)
+    return bool(wanted if components is None else wanted & set(components))
 
 
 def _has(view: FleetView, name: str, revision: int | None) -> bool:

@@ -66,7 +66,9 @@ STATUS = s.WorkerStatus(
     num_refused_messages=5,
     work=s.WorkView(route="update_weights_from_distributed", since=1700000000.5, lease_s=30.0),
     asleep=(s.SleepTag.KV_CACHE, s.SleepTag.WEIGHTS),
-    loras=s.LorasView(ids=("policy@7",), capacity=4, num_draining=1, can_drain=False, can_hot_swap=True),
+    loras=s.LorasView(
+        ids=("policy@7",), capacity=4, num_draining=1, can_drain=False, can_hot_swap=True, sums=("0f" * 8,)
+    ),
     draft=WEIGHTS,
 )
 SHA = "0f" * 32
@@ -74,7 +76,16 @@ OBJECT = s.ObjectSource(bucket="rlbus_loras", key="policy/7", sha256="f0" * 32, 
 TARGET = s.Target(components=("backend",), workers=(s.worker_id("backend", "7"),))
 WHO: dict[str, Any] = {"op_id": "op-1", "component": "backend", "instance_id": "7", "boot_id": "boot-1"}
 ASKED: dict[str, Any] = {"op_id": "op-1", "deadline_s": 12.5, "caller": "trainer-0"}
-FLEET_LORA = s.FleetLora(name="policy", revision=7, checksum=SHA, source=OBJECT, since=1.5, op_id="op-7", target=TARGET)
+FLEET_LORA = s.FleetLora(
+    name="policy",
+    revision=7,
+    checksum=SHA,
+    source=OBJECT,
+    since=1.5,
+    op_id="op-7",
+    target=TARGET,
+    not_on=("backend/8",),
+)
 EVENT: dict[str, Any] = {"component": "backend", "instance_id": "7", "at": 1700000000.5, "op_id": "op-1"}
 
 OFFER = s.SnapshotOffer(kind=s.SnapshotKind.MEMORY, inbox="_INBOX.a.1", path="/snapshots/1.41")

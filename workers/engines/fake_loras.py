@@ -30,6 +30,8 @@ class FakeLoras:
         self.draining: set[tuple[str, int]] = set()
         # Names that somebody else has put there, which aren't ours.
         self.foreign: list[str] = []
+        # Whether its list says which folder each was loaded from.
+        self.tells_files = True
 
     def load(self, name: str, revision: int, folder: Path, replaces: int | None) -> None:
         """Read the files, and take them. Raises a refusal: no room, or no adapter."""
@@ -59,7 +61,12 @@ class FakeLoras:
     def residents(self) -> tuple[Resident, ...]:
         """What there is."""
         ours = [
-            Resident(*key, len(self._requests.naming(lora_id(*key))), is_draining=key in self.draining, files=checksum)
+            Resident(
+                *key,
+                len(self._requests.naming(lora_id(*key))),
+                is_draining=key in self.draining,
+                files=checksum if self.tells_files else None,
+            )
             for key, checksum in self.sums.items()
         ]
         return (*ours, *(Resident(name, None) for name in self.foreign))

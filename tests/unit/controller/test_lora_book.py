@@ -1,8 +1,9 @@
 """What a fleet's book of adapters promises: numbers are given once, and stand for the same bytes for ever."""
 
 import pytest
+from msgspec.structs import replace
 
-from rlbus.controller.lora_book import MAX_FLEET_LORAS, MAX_PAST, LoraBook, both, covers, gone_for
+from rlbus.controller.lora_book import MAX_FLEET_LORAS, MAX_PAST, LoraBook, both, covers, gone_for, should_have
 from rlbus.schemas import (
     FaultCode,
     FleetLora,
@@ -198,3 +199,64 @@ def test_what_no_engine_lists_any_more_went_for_the_newer_revision() -> None:
     lists = (listing("policy@5", "policy@3"), listing("policy@5", "other@1"))
     assert gone_for(lora(5), (2, 3, 4, 5, 6), lists) == ("policy@2", "policy@4")
     assert gone_for(lora(1), (), lists) == ()
+
+
+A_AND_B, B_ONLY = Target(components=("decode", "other")), Target(components=("other",))
+DECODE_1, DECODE_2, OTHER = WorkerId("decode/1"), WorkerId("decode/2"), WorkerId("other/1")
+
+
+@pytest.mark.parametrize("of", [ALL, A_AND_B, Target(workers=(DECODE_1, DECODE_2, OTHER))])
+def test_what_had_to_go_on_one_component_stays_the_fleets_for_the_others(of: Target) -> None:
+    """Nobody of that component is given it again, also a worker that comes later; the others are."""
+    book = LoraBook()
+    book.add(lora(1, target=of, source=ObjectSource(bucket="test", key="k", sha256=A, num_bytes=1)))
+    book.add(lora(2, target=DECODE))
+    assert book.evict(["policy@1"], "op2", DECODE) == ("policy@1",)
+    (one, _) = book.loras
+    assert [should_have(one, w) for w in (DECODE_1, DECODE_2, OTHER)] == [False, False, True]
+    assert book.uses("k"), "the others still have to be given it"
+    assert book.evict(["policy@1"], "op3", DECODE) == (), "it isn't there any more"
+    again = LoraBook()
+    again.restore(book.mark(1), [])
+    assert again.loras == book.loras
+
+
+def test_what_had_to_go_everywhere_leaves_the_fleet() -> None:
+    """Also piece by piece, if its load named whom it is for."""
+    for target in (A_AND_B, Target(workers=(DECODE_1, OTHER))):
+        book = LoraBook()
+        book.add(lora(1, target=target))
+        book.evict(["policy@1"], "op", DECODE)
+        book.evict(["policy@1"], "op", B_ONLY)
+        assert book.loras == ()
+    book.add(lora(1, target=DECODE))
+    assert book.evict(["policy@1"], "op", ALL) == ("policy@1",)
+    assert book.loras == ()
+
+
+def test_what_had_to_go_on_one_worker_is_given_to_the_rest_of_its_component() -> None:
+    """Until it is loaded there again, or the component has it no more."""
+    book = LoraBook()
+    book.add(lora(1, target=A_AND_B))
+    book.evict(["policy@1"], "op", Target(workers=(DECODE_1,)))
+    assert [should_have(book.loras[0], w) for w in (DECODE_1, DECODE_2, OTHER)] == [False, True, True]
+    other = LoraBook()
+    other.restore(book.mark(1), [])
+    other.evict(["policy@1"], "op", DECODE)
+    assert (other.loras[0].target, other.loras[0].not_on) == (B_ONLY, ())
+    book.add(lora(1, target=Target(components=("other",))))
+    assert not should_have(book.loras[0], DECODE_1), "that load wasn't for it"
+    book.add(lora(1, target=DECODE))
+    assert should_have(book.loras[0], DECODE_1)
+
+
+def test_the_journal_of_a_load_on_one_component_takes_what_went_there_from_that_one_alone() -> None:
+    """The next leader's book is that of the one before."""
+    first, second = load("op1"), load("op2", B)
+    entries = [
+        entry(replace(first, target=A_AND_B), "policy@1", Outcome.OK),
+        entry(replace(second, target=DECODE), "policy@2", Outcome.OK, evicted=("policy@1",)),
+    ]
+    book = LoraBook()
+    book.restore(None, entries)
+    assert [(one.revision, one.target) for one in book.loras] == [(1, B_ONLY), (2, DECODE)]

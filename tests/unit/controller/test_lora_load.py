@@ -240,7 +240,9 @@ def test_room_is_judged_by_the_engines_own_list() -> None:
         found = place_problem(plan_of(**changes), worker, LorasData(loras=views, capacity=capacity))
         return None if found is None else found.code
 
-    def view(revision: int, num_in_flight: int | None = 0, checksum: str = OLD_SUM, name: str = "policy") -> LoraView:
+    def view(
+        revision: int, num_in_flight: int | None = 0, checksum: str | None = OLD_SUM, name: str = "policy"
+    ) -> LoraView:
         return LoraView(
             name=name, state=LoraState.LOADED, revision=revision, checksum=checksum, num_in_flight=num_in_flight
         )
@@ -248,6 +250,7 @@ def test_room_is_judged_by_the_engines_own_list() -> None:
     assert problem() is None
     assert problem(view(7, checksum=SUM)) is None
     assert problem(view(7)) is FaultCode.REVISION_TAKEN
+    assert problem(view(7, checksum=None)) is FaultCode.REVISION_TAKEN, "it may be that of an earlier run"
     assert problem(view(6)) is FaultCode.NO_CAPACITY
     assert problem(view(6), evict_idle=True) is None
     assert problem(view(6, num_in_flight=2), evict_idle=True) is FaultCode.NO_CAPACITY
@@ -276,3 +279,19 @@ def test_no_room_passes_by_itself_where_only_requests_in_flight_keep_it() -> Non
     assert not passes(view(6, None), evict_idle=True)
     assert not passes(view(8, 2), evict_idle=True)
     assert not passes(view(1, 2, "judge"), evict_idle=True)
+
+
+@pytest.mark.parametrize("is_catch_up", [False, True])
+def test_an_adapter_of_bytes_that_nobody_knows_is_no_proof_of_a_load(is_catch_up: bool) -> None:
+    """Its name is that of an earlier run's: refused and named, with what to do, and nothing is done to anybody."""
+    views = (LoraView(name="policy", state=LoraState.LOADED, revision=7),)
+    answer = StepAnswer(Outcome.OK, None, LorasData(loras=views, capacity=2))
+    state, _ = decide(initial(plan_of(is_catch_up=is_catch_up)), Began())
+    state, action = decide(state, Answered(dict.fromkeys(WORKERS, answer)))
+    assert isinstance(action, Done)
+    assert not state.is_committed
+    found = outcome_of(state, state.seats[WORKERS[0]])
+    assert found.outcome is Outcome.REFUSED
+    assert found.fault is not None
+    assert found.fault.code is FaultCode.REVISION_TAKEN
+    assert found.fault.message.endswith("unload it there, or take another revision")

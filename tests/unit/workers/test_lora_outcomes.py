@@ -22,8 +22,11 @@ from rlbus.schemas import (
 from rlbus.testing import run
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
+from rlbus.workers.engines.lora import Resident
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.lora_testing import config_for, fake_adapter, load_of
+from rlbus.workers.loras import sum_of
+from rlbus.workers.state import WorkerState
 from rlbus.workers.testing import Rig, code_of, updated, worker_on_bus
 from tests.unit.workers.lora_stage import PROMPT, data_of, ids, listed, play, publish
 
@@ -258,20 +261,53 @@ def test_engine_that_takes_no_adapters_has_no_route_for_them(tmp_path: Path) -> 
     run(main())
 
 
-def test_revision_that_was_there_before_the_agent_is_nobodys_proof(tmp_path: Path) -> None:
-    """Its bytes aren't known, so a load of it isn't "done already"; after an unload it is loaded."""
+@pytest.mark.parametrize("tells_files", [False, True])
+def test_revision_that_was_there_before_the_agent_is_nobodys_proof(tmp_path: Path, tells_files: bool) -> None:
+    """Its bytes aren't known, or are others, so a load of it isn't "done already"; after an unload it is loaded."""
 
     async def scenario(rig: Rig) -> None:
-        rig.engine.loras.load("policy", 7, fake_adapter(tmp_path / "unknown", "unknown"), None)
+        rig.engine.loras.tells_files = tells_files
+        unknown = load_of(fake_adapter(tmp_path / "unknown", "unknown"), 7)
+        rig.engine.loras.load("policy", 7, tmp_path / "unknown", None)
         body = publish(tmp_path, 7)
         assert code_of(await rig.send(body)) is FaultCode.REVISION_TAKEN
         (view,) = data_of(await rig.send(GetLoras())).loras
-        assert (view.revision, view.checksum) == (7, None)
+        assert (view.revision, view.checksum) == (7, unknown.checksum if tells_files else None)
+        await asyncio.sleep(1.0)
+        status = rig.last.status.loras
+        assert status is not None
+        assert (status.ids, status.sums) == (("policy@7",), (unknown.checksum[:16] if tells_files else "",))
         await rig.send(UnloadLora(name="policy", revision=7))
         (view,) = data_of(await rig.send(body)).loras
         assert view.checksum == body.checksum
 
     play(tmp_path, scenario)
+
+
+def test_an_adapter_that_an_agent_before_loaded_is_known_by_the_folder_that_its_engine_reads(tmp_path: Path) -> None:
+    """A sidecar that was started again beside its server: the same load is done already, and only the same."""
+
+    async def scenario(rig: Rig) -> None:
+        body = publish(tmp_path, 7)
+        rig.engine.loras.load("policy", 7, tmp_path / "policy-7", None)
+        rig.engine.loras.foreign = ["theirs"]
+        assert [view.checksum for view in (await listed(rig)).loras] == [body.checksum, None]
+        assert (await rig.send(body)).status is ResultStatus.OK
+        assert "load_lora" not in rig.engine.calls
+        other = load_of(fake_adapter(tmp_path / "other", "other bytes"), 7)
+        assert code_of(await rig.send(other)) is FaultCode.REVISION_TAKEN
+
+    play(tmp_path, scenario)
+
+
+def test_a_folder_that_isnt_named_as_our_copies_are_proves_nothing() -> None:
+    """Whoever loaded it may have changed it since."""
+    state = WorkerState(component="backend", instance_id="1", world_size=1, routes=frozenset())
+    assert [sum_of(state, Resident("policy", 7, files=f)) for f in ("adapter", "A" * 64, "a" * 64 + "\n", None)] == [
+        None
+    ] * 4
+    assert sum_of(state, Resident("policy", 7, files="a" * 64)) == "a" * 64
+    assert sum_of(state, Resident("theirs", None, files="a" * 64)) is None
 
 
 def test_adapter_that_came_after_it_was_given_up_is_known_when_it_is_loaded_again(tmp_path: Path) -> None:

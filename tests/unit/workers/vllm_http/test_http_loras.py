@@ -227,7 +227,8 @@ def test_next_agent_finds_adapters_as_they_were_and_ends_what_drained(both: Both
         await engine.drain_lora("policy", 2)
 
     async def after(engine: VllmHttpEngine) -> None:
-        assert [(each.revision, each.is_draining) for each in await engine.list_loras()] == [(1, False)]
+        found = [(each.revision, each.is_draining, each.files) for each in await engine.list_loras()]
+        assert found == [(1, False, "files")], "the folder, by which the agent knows the bytes"
 
     on_engine(both, before)
     # It died within an update, with which vLLM drops them.
