@@ -43,6 +43,8 @@ _log = logging.getLogger("rlbus.controller")
 
 # Adapters that a worker's status names at most; beyond it only its own list tells. Source: rlbus.workers.loras.
 MAX_STATUS_IDS = 64
+# Why a worker isn't given what it has under the same name.
+FOREIGN = "it has one of that name whose bytes aren't known to be the fleet's: unload it there"
 # (worker, its boot, id of the adapter).
 Lack = tuple[WorkerId, str, str]
 
@@ -74,6 +76,12 @@ def _has(loras: LorasView, lora: FleetLora) -> bool:
     if len(loras.sums) != len(loras.ids):
         return True  # an agent before there were sums: its own list tells, when it is asked
     return loras.sums[loras.ids.index(key)] == lora.checksum[:SHORT_SUM_CHARS]
+
+
+def is_foreign(lora: FleetLora, member: Member) -> bool:
+    """Whether a worker that lacks it has one of that name, from other bytes or from such as nobody knows. Pure."""
+    loras = member.status.loras
+    return loras is not None and lora_id(lora.name, lora.revision) in loras.ids
 
 
 def failed(attempt: Attempt, why: str, now_s: float) -> Attempt:
@@ -120,6 +128,10 @@ class LoraCatchUps:
         for lora_key, lacks_of in lacking.items():
             due = tuple(x for x in lacks_of if self._attempts[x].next_s <= now_s and self._is_free(x[0]))[:MAX_AT_ONCE]
             lora = next(one for one in self._book.loras if lora_id(one.name, one.revision) == lora_key)
+            foreign = [x for x in due if (m := self._registry.get(x[0])) is not None and is_foreign(lora, m)]
+            for lack in foreign:  # no op would change that, and each would push another one out of the history
+                self._attempts[lack] = Attempt(now_s + LOOK_S, why=FOREIGN)
+            due = tuple(x for x in due if x not in foreign)
             if due:
                 self._give(lora, due, now_s)
                 return
@@ -202,6 +214,8 @@ class LoraCatchUps:
         attempt = self._attempts.get(lack)
         if attempt is None or attempt.why is None:
             return "is given it next"
+        if attempt.num_failed == 0:
+            return attempt.why
         tries = "once" if attempt.num_failed == 1 else f"{attempt.num_failed} times"
         return f"giving it failed {tries} ({attempt.why}); tried again in {max(0.0, attempt.next_s - now_s):.0f} s"
 

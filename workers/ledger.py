@@ -70,13 +70,16 @@ class Forgot(Wire, frozen=True, kw_only=False, tag="forgot"):
 
 
 class Noted(Wire, frozen=True, tag="noted"):
-    """How the worker is: the largest term that it has seen, the newest group of that term, what sleeps or may do so."""
+    """How the worker is: the largest term that it has seen, the newest group of that term, what sleeps or may do so,
+    and which adapters it has loaded: name, revision, checksum.
+    """
 
     term: int
     epoch: int | None
     epoch_term: int
     weights: WeightsView
     asleep: tuple[SleepTag, ...] = ()
+    loras: tuple[tuple[str, int, str], ...] = ()
 
 
 Line = Began | Over | Forgot | Noted
@@ -304,6 +307,7 @@ def noted(state: WorkerState) -> Noted:
         epoch_term=state.epoch_term,
         weights=state.weights,
         asleep=tuple(sorted(state.maybe_asleep)),
+        loras=tuple(sorted((*adapter.key, adapter.checksum) for adapter in state.adapters)),
     )
 
 

@@ -54,12 +54,13 @@ class Sleeping:
         limit_s = WAIT_S if mode is PauseMode.WAIT else MOVE_S
         # Before they are gone: neither a deadline nor the death of this process comes between the two.
         label = await self._label_torn() if level > 1 else None
-        before, self.asleep, self.is_known = self.asleep, TAGS, True
+        before = self.asleep, self.is_known
+        self.go_on(TAGS)
         try:
             await self._calls.hold(f"Sleep {level}", lambda: self._control.sleep(level, mode, limit_s), limit_s)
         except FaultError as exc:
             if exc.code in REFUSALS:  # nothing has happened, for certain
-                self.asleep = before
+                self.asleep, self.is_known = before
                 if label is not None:
                     await self._label(label)
             raise
@@ -67,15 +68,15 @@ class Sleeping:
 
     async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
         """See `SleepEngine.wake_up`. Cancel: what isn't known to be awake counts as asleep."""
-        if not self.is_known:
-            self.go_on(TAGS)  # one that only stands still takes a wake as well
-        waking = tags & self.asleep
+        asleep = self.asleep if self.is_known else TAGS  # one that only stands still takes a wake as well
+        waking = tags & asleep
         if not waking:
-            return SleepData(asleep=in_order(self.asleep))
-        is_last = waking == self.asleep
+            return SleepData(asleep=in_order(asleep))
+        is_last = waking == asleep
         if is_last and await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S) == TORN:
             text = "the engine would generate with discarded weights; wake them, update, and then wake the KV cache"
-            raise refused(FaultCode.WRONG_STATE, text, asleep=", ".join(in_order(self.asleep)))
+            raise refused(FaultCode.WRONG_STATE, text, asleep=", ".join(in_order(asleep)))
+        self.go_on(asleep)
         names = in_order(waking)
         await self._calls.hold("WakeUp", lambda: self._control.wake_up(names, MOVE_S), MOVE_S)
         if is_last:

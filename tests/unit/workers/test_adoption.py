@@ -4,11 +4,13 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rlbus.controller.op_ids import is_pause_of_op
 from rlbus.schemas import (
     FaultCode,
+    LoraState,
     PauseGeneration,
     PauseMode,
     ResultStatus,
@@ -25,8 +27,10 @@ from rlbus.workers.adoption import FOUND_LEASE_S, INITIAL, adopt
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.engines.found import Found
-from rlbus.workers.ledger import Ledger, Noted, come_back
-from rlbus.workers.state import WorkerState
+from rlbus.workers.engines.lora import Resident
+from rlbus.workers.ledger import Ledger, Noted, come_back, noted
+from rlbus.workers.loras import sum_of
+from rlbus.workers.state import Adapter, WorkerState
 from rlbus.workers.testing import COMPONENT, INSTANCE_ID, NAMESPACE, code_of, worker_on_bus
 
 pytestmark = pytest.mark.unit
@@ -292,3 +296,13 @@ def test_agent_leaves_asleep_what_its_predecessor_put_to_sleep_until_somebody_wa
             assert not third.past.noted.asleep
 
     run(main())
+
+
+def test_agent_knows_the_bytes_of_adapters_that_its_predecessor_loaded() -> None:
+    """An engine that can't say from which files it has them (Dynamo) is no stranger after a restart of its sidecar."""
+    before = msgspec.structs.replace(past(CLEAN_7), loras=(("policy", 7, "a" * 64),))
+    state = adopted(before, Found("0.7", is_paused=False, is_torn=False))
+    assert sum_of(state, Resident("policy", 7)) == "a" * 64
+    assert sum_of(state, Resident("policy", 8)) is None
+    loaded = replace(state, adapters=(Adapter("policy", 8, "b" * 64, LoraState.LOADED),))
+    assert noted(loaded).loras == (("policy", 8, "b" * 64),)
