@@ -7,6 +7,7 @@ cut to the terminal's width, so that instance ids stay whole. Progress is shown 
 import asyncio
 import enum
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,6 +126,10 @@ class Output:
         says, or with `code`.
         """
         code = exit_code_of_error(error) if code is None else code
+        if isinstance(error, BrokenPipeError):
+            # Whoever reads our output has enough of it (`| head`): not a word, also not at the interpreter's own end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return code
         text = interruption(error) if code is ExitCode.INTERRUPTED else one_line(error)
         if self.is_json and not self.has_document:
             named = error.code.value if isinstance(error, FaultError) else type(error).__name__

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -352,3 +354,22 @@ def test_a_report_has_one_line_per_worker(capsys: pytest.CaptureFixture[str]) ->
     assert lines[2].split() == ["a/1", "ok", "pause", "0.10", "0", "ended,", "3", "held"]
     assert lines[3].split() == ["a/2", "FAILED", "pause", "0.00", "boom", "[engine_failed]"]
     assert lines[4] == "seconds: pause 0.50  resume 0.25  (engines stood still for 0.60)"
+
+
+def test_a_reader_that_has_enough_is_no_error_to_report() -> None:
+    """`rlbus status | head -1`: no word on stderr, neither ours nor the interpreter's."""
+    code = (
+        "from rlbus.cli.output import Output\n"
+        "out = Output(False)\n"
+        "try:\n"
+        "    for _ in range(1000):\n"
+        "        out.line('x' * 1000)\n"
+        "except BrokenPipeError as exc:\n"
+        "    raise SystemExit(int(out.error(exc)))\n"
+    )
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert program.stdout is not None
+    program.stdout.close()
+    assert program.stderr is not None
+    with program.stderr as said:
+        assert (said.read(), program.wait(30.0)) == (b"", int(ExitCode.FAILED))
