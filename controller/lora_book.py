@@ -4,14 +4,16 @@ Invariants: a name@revision stands for one checksum for ever, also after it was 
 a revision that an op was begun with is never given out again by number, whatever became of that op.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from rlbus.controller.causes import fault
+from rlbus.controller.lora_reach import NOBODY, reach, reach_of, reaching
 from rlbus.controller.lora_state import Kept
 from rlbus.schemas import (
     MAX_REVISION,
+    SHORT_SUM_CHARS,
     Fault,
     FaultCode,
     FleetLora,
@@ -30,7 +32,6 @@ from rlbus.schemas import (
     split_worker_id,
 )
 
-EVERYBODY = Target()
 # Adapters that a fleet may have. Source: rlbus.schemas.loras.MAX_LORAS, what one worker may have.
 MAX_FLEET_LORAS = 256
 # Revisions that are remembered with their checksums; the oldest goes first, but the newest of a name stays.
@@ -54,6 +55,10 @@ class LoraBook:
     def loras(self) -> tuple[FleetLora, ...]:
         """What the fleet has, oldest first."""
         return tuple(self._loras.values())
+
+    def of(self, ids: Iterable[str]) -> Mapping[str, FleetLora]:
+        """Those of these that the fleet has, by id."""
+        return {i: self._loras[i] for i in ids if i in self._loras}
 
     def get(self, name: str, revision: int) -> FleetLora | None:
         """One adapter that the fleet has."""
@@ -99,37 +104,30 @@ class LoraBook:
         self.give(lora.name, lora.revision, lora.checksum)
         known = self.get(lora.name, lora.revision)
         if known is not None:
-            still = (name for name in known.not_on if not _names(lora.target, name))
-            not_on = tuple(sorted({*lora.not_on, *still}))
-            lora = replace(lora, target=both(known.target, lora.target), since=known.since, not_on=not_on)
+            lora = reaching(replace(lora, since=known.since), reach(known) | reach(lora))
         self._loras[lora_id(lora.name, lora.revision)] = lora
         self.op_id = lora.op_id
 
-    def remove(self, ids: Iterable[str], op_id: str, target: Target = EVERYBODY) -> tuple[FleetLora, ...]:
-        """The workers of `target` don't have these any more. Those that the fleet had: one that is meant for others,
-        too, is still the fleet's.
+    def take(
+        self, ids: Iterable[str], op_id: str, target: Target, known: Collection[WorkerId] | None = None
+    ) -> Mapping[str, FleetLora]:
+        """Nobody of `target` is given these any more: they were unloaded there, or had to go for a load. Those that the
+        fleet had there, by id, as they were; one that others should have is still the fleet's, unless none of them is
+        `known` (None: nobody can say yet who there is).
         """
         self.op_id = op_id
-        found = [i for i in ids if i in self._loras and covers(target, self._loras[i].target)]
-        return tuple(self._loras.pop(i) for i in found)
-
-    def evict(self, ids: Iterable[str], op_id: str, target: Target) -> tuple[str, ...]:
-        """These had to go for a load on `target`, of which nobody is given them any more: its engines have no room for
-        them. Those that the fleet had there; one that others should have is still the fleet's.
-        """
-        self.op_id = op_id
-        gone: list[str] = []
+        found: dict[str, FleetLora] = {}
         for key in sorted(i for i in ids if i in self._loras):
-            known = self._loras[key]
-            left = without(known, target)
-            if left == known:
+            one = self._loras[key]
+            left = reach(one) - reach_of(target)
+            if left == reach(one):
                 continue
-            gone.append(key)
-            if left is None:
+            found[key] = one
+            if left == NOBODY or (known is not None and not any(worker in left for worker in known)):
                 del self._loras[key]
             else:
-                self._loras[key] = left
-        return tuple(gone)
+                self._loras[key] = reaching(one, left)
+        return found
 
     def uses(self, key: str) -> bool:
         """Whether an adapter that the fleet has comes from this object of the store."""
@@ -167,67 +165,36 @@ class LoraBook:
             if own and all(o.outcome is Outcome.OK for o in own) and not request.is_catch_up:
                 self.add(fleet_lora(request, parts[1], entry.item.began_at))
                 evicted = () if report is None or report.lora is None else report.lora.evicted
-                self.evict(evicted, request.op_id, request.target)
+                self.take(evicted, request.op_id, request.target)
         elif isinstance(request, UnloadLoraFleet) and report is not None and report.lora is not None:
-            self.remove(report.lora.ids, request.op_id, request.target)
-
-
-def covers(target: Target, of: Target) -> bool:
-    """Whether every worker that `of` means is one that `target` means."""
-    if target == EVERYBODY:
-        return True
-    if target.workers is not None:
-        return of.workers is not None and set(of.workers) <= set(target.workers)
-    return of.components is not None and set(of.components) <= set(target.components or ())
+            self.take((*report.lora.ids, *report.lora.partly), request.op_id, request.target)
 
 
 def should_have(lora: FleetLora, worker: WorkerId) -> bool:
-    """Whether this worker is to be given the adapter."""
+    """Whether this worker is to be given the adapter: as `reach` says, and cheaply: for every worker and adapter, often."""
     component, target = split_worker_id(worker)[0], lora.target
-    if target.workers is not None and worker not in target.workers:
+    if worker in lora.also_on:
+        return True
+    if worker in lora.not_on or component in lora.not_on:
         return False
-    if target.components is not None and component not in target.components:
+    named = worker in (target.workers or ()) or component in (target.components or ())
+    return named or (target.workers is None and target.components is None)
+
+
+def is_freeing(lora: FleetLora, target: Target, before: Sequence[WorkerStatus]) -> bool:
+    """Whether an unload on a part of an adapter's workers, with these statuses before it, took only copies from other
+    bytes under its name, or from such as nobody knows: then these workers are still to be given the fleet's. Pure.
+    """
+    is_part, key = reach(lora) - reach_of(target) != NOBODY, lora_id(lora.name, lora.revision)
+    return is_part and bool(before) and all(has_other_bytes(key, lora.checksum, status) for status in before)
+
+
+def has_other_bytes(key: str, checksum: str, status: WorkerStatus) -> bool:
+    """Whether a worker says that it has this adapter from other bytes, or from such as nobody knows. Pure."""
+    loras = status.loras
+    if loras is None or key not in loras.ids or len(loras.sums) != len(loras.ids):
         return False
-    return worker not in lora.not_on and component not in lora.not_on
-
-
-def without(lora: FleetLora, target: Target) -> FleetLora | None:
-    """The adapter of those who aren't of `target`; None: nobody is left. As far as names tell."""
-    if target == EVERYBODY:
-        return None
-    own, gone = lora.target, target.components or () if target.workers is None else target.workers
-    if own.workers is not None:
-        workers = tuple(w for w in own.workers if w not in gone and _component(w) not in gone)
-        return replace(lora, target=replace(own, workers=workers)) if workers else None
-    if own.components is None:
-        return replace(lora, not_on=tuple(sorted({*lora.not_on, *gone})))
-    components = tuple(c for c in own.components if c not in gone)
-    named = {*lora.not_on, *(w for w in gone if w not in own.components)}
-    not_on = tuple(sorted(name for name in named if _component(name) in components))
-    return replace(lora, target=replace(own, components=components), not_on=not_on) if components else None
-
-
-def _component(name: str) -> str:
-    """Of a worker; of a component itself."""
-    return name.partition("/")[0]
-
-
-def _names(target: Target, name: str) -> bool:
-    """Whether `target` means some of what `name` does, a component or a worker."""
-    if target.workers is not None:
-        return any(name in (worker, _component(worker)) for worker in target.workers)
-    return target.components is None or _component(name) in target.components
-
-
-def both(one: Target, other: Target) -> Target:
-    """The workers of either; of two that can't be put together the later one's."""
-    if EVERYBODY in (one, other):
-        return EVERYBODY
-    if one.workers is not None and other.workers is not None:
-        return Target(workers=tuple(sorted({*one.workers, *other.workers})))
-    if one.components is not None and other.components is not None:
-        return Target(components=tuple(sorted({*one.components, *other.components})))
-    return other
+    return loras.sums[loras.ids.index(key)] != checksum[:SHORT_SUM_CHARS]
 
 
 def fleet_lora(request: LoadLoraFleet, revision: int, at: float) -> FleetLora:

@@ -199,20 +199,20 @@ def _only(data: LorasData, plan: LoadPlan) -> LorasData:
 
 
 class UnloadRun:
-    """One unload. `on_gone` is told the revisions that nobody serves any more, when it ends."""
+    """One unload."""
 
     def __init__(self, op: Op, line: Line, plan: UnloadPlan) -> None:
         self.plan = plan
         self._op = op
         self._asker = Asker(op, line)
 
-    async def run(self) -> tuple[Report, tuple[str, ...]]:
-        """Do it; the report, and the ids that nobody serves any more. Cancel: workers go on with what they got."""
+    async def run(self) -> Report:
+        """Do it. Cancel: workers go on with what they got."""
         state, action = lora_unload.begin(self.plan)
         while isinstance(action, Ask):
             answers = await ask_step(self._asker, action)
             state, action = lora_unload.decide(state, Answered(answers, stop_of(self._op)))
-        return self._report(state), tuple(lora_id(self.plan.name, revision) for revision in state.gone)
+        return self._report(state)
 
     def _report(self, state: UnloadState) -> Report:
         op = self._op
@@ -222,7 +222,8 @@ class UnloadRun:
         if not causes and len(gone) < len(self.plan.revisions) and state.stop is not None:
             causes = [state.stop]
         outcomes: dict[str, WorkerOutcome] = {w: self._outcome(state, w) for w in self.plan.workers}
-        result = LoraResult(ids=gone, num_draining=state.num_draining)
+        partly = tuple(lora_id(self.plan.name, revision) for revision in state.partly)
+        result = LoraResult(ids=gone, num_draining=state.num_draining, partly=partly)
         return verb_report(op.op_id, op.name, outcomes, op.timings, causes, lora=result)
 
     def _outcome(self, state: UnloadState, worker: WorkerId) -> WorkerOutcome:

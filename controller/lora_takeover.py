@@ -1,15 +1,19 @@
 """What a new leader does with an op about adapters that the one before left unfinished: finish it, or take it back.
 
-A load that every member shows is the fleet's; any other is unloaded where it is, since nobody may serve what the others
-don't have, and whatever had to go for it is given back by the catch-up. An unload is asked for once more: it only goes
-forward. Then everybody whom the op has paused is let go.
+A load that every member shows is the fleet's, for all of them; any other is unloaded where it is and wasn't meant to be
+before, since nobody may serve what the others don't have. Whatever had to go for it is given back by the catch-up, and
+nothing is taken that somebody else put there. An unload is asked for once more: it only goes forward. Then everybody
+whom the op has paused is let go.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
 from rlbus.controller.causes import fault
+from rlbus.controller.limits import ENDING_STEP_S
 from rlbus.controller.line import Line
-from rlbus.controller.lora_book import fleet_lora, revisions_on
+from rlbus.controller.lora_book import fleet_lora, has_other_bytes, revisions_on, should_have
 from rlbus.controller.lora_state import shows
 from rlbus.controller.lora_where import spared, with_spared
 from rlbus.controller.loras import Loras
@@ -35,6 +39,11 @@ from rlbus.schemas import (
     split_lora_id,
 )
 
+# What an engine does with an adapter that it has let go.
+LET_GO = (None, LoraState.DRAINING)
+# How long an unload goes on with those that answer when its time is used up: for healthy ones, which take milliseconds.
+MAX_LATE_S = 2 * ENDING_STEP_S
+
 
 class LoraTakeOver(TakeOver):
     """One load or unload that was left behind. `settle` once, as the work of `op`."""
@@ -45,9 +54,11 @@ class LoraTakeOver(TakeOver):
         # What each member's engine has, by its own word.
         self._lists: dict[WorkerId, LorasData] = {}
         self._is_done = False
-        # Of a load: its revision, and whether the fleet has it.
+        # Of an unload: the revisions that are to go.
+        self._wanted: Sequence[int] = ()
+        # Of a load: its revision, and for which members the fleet has it.
         self._revision = 0
-        self._is_fleets = False
+        self._meant: frozenset[WorkerId] = frozenset()
         self._result: LoraResult | None = None
 
     async def settle(self) -> Report:
@@ -75,40 +86,67 @@ class LoraTakeOver(TakeOver):
         self._result = LoraResult(ids=(lora_id(*parts),), checksum=request.checksum)
         await self._await_loads()
         await self._list()
+        known, members = self._loras.book.get(*parts), self._entry.members
         having = [w for w, data in self._lists.items() if self._shows(data, request)]
-        self._is_done = len(having) == len(self._entry.members)
-        self._is_fleets = request.is_catch_up or self._loras.book.get(*parts) is not None
-        if self._is_fleets:
-            return  # nobody is to lose it
-        if self._is_done:
-            self._is_fleets = True
+        self._is_done = len(having) == len(members)
+        meant = [w for w in members if request.is_catch_up or (known is not None and should_have(known, w))]
+        if self._is_done and not request.is_catch_up:
+            meant = list(members)
             lora = fleet_lora(request, self._revision, self._entry.item.began_at)
             gone = self._loras.settled(request, lora, tuple(self._lists.values()))
             self._result = msgspec.structs.replace(self._result, evicted=gone)
-            return
-        body = UnloadLora(name=name, revision=self._revision, drain_s=0.0)
-        await self._until_free("undo", body, list(self._seen))
-        await self._list()
+        self._meant = frozenset(meant)
+        mine = [w for w in self._seen if w not in self._meant and self._may_have(w, request)]
+        if mine:
+            await self._until_free("undo", UnloadLora(name=name, revision=self._revision, drain_s=0.0), mine)
+            await self._list()
+
+    def _may_have(self, worker: WorkerId, request: LoadLoraFleet) -> bool:
+        """Whether the load may have put it there, or still does; what somebody else put there isn't touched, nor what
+        takes no requests any more.
+        """
+        data, status = self._lists.get(worker), self._seen[worker]
+        if data is None:
+            return not has_other_bytes(lora_id(request.name, self._revision), request.checksum, status)
+        state = _state(data, request.name, self._revision)
+        if state is None:
+            return status.op_id is not None  # may still load it
+        return state is LoraState.UNSETTLED or self._shows(data, request)
 
     async def _settle_unload(self, request: UnloadLoraFleet) -> None:
-        known = set(self._loras.book.revisions(request.name))
-        there = known | revisions_on(request.name, self._seen.values())
-        revisions = sorted(there) if request.revision is None else [request.revision]
-        for revision in revisions:
-            body = UnloadLora(name=request.name, revision=revision, drain_s=request.drain_s)
-            await self._until_free("unload", body, list(self._seen))
+        before = list(self._seen.values())
+        there = {*self._loras.book.revisions(request.name), *revisions_on(request.name, before)}
+        self._wanted = sorted(there) if request.revision is None else [request.revision]
+        asked = await self._unload(request, self._wanted)
         await self._list()
-        served = {
-            v.revision
-            for data in self._lists.values()
-            for v in data.loras
-            if v.name == request.name and v.state is not LoraState.DRAINING
-        }
-        is_heard = len(self._lists) == len(self._entry.members)
-        gone = tuple(lora_id(request.name, r) for r in revisions if is_heard and r not in served)
-        self._is_done = len(gone) == len(revisions)
-        self._result = LoraResult(ids=gone)
-        self._loras.unloaded(request, gone)
+        is_whole = len(self._lists) == len(self._entry.members)
+        gone: list[str] = []
+        partly: list[str] = []
+        for revision in self._wanted:
+            states = [_state(data, request.name, revision) for data in self._lists.values()]
+            are_gone, was_asked = [state in LET_GO for state in states], revision in asked
+            if was_asked and is_whole and all(are_gone):
+                gone.append(lora_id(request.name, revision))
+            elif any(are_gone) or (was_asked and not (is_whole and set(states) == {LoraState.LOADED})):
+                partly.append(lora_id(request.name, revision))  # those not asked now may be, by the leader before
+        self._is_done = len(gone) == len(self._wanted)
+        self._result = LoraResult(ids=tuple(gone), partly=tuple(partly))
+        self._loras.unloaded(request, self._result, before)
+
+    async def _unload(self, request: UnloadLoraFleet, revisions: Sequence[int]) -> Sequence[int]:
+        """Ask for one after the other; those that were asked for.
+
+        Each step has a moment still when the time is used up, so then nobody is asked again who let one pass.
+        """
+        workers, late_until_s = list(self._seen), self._until_s + MAX_LATE_S
+        for place, revision in enumerate(revisions):
+            if not workers or self._op.stopped.is_set() or self._loop.time() >= late_until_s:
+                return revisions[:place]
+            body = UnloadLora(name=request.name, revision=revision, drain_s=request.drain_s)
+            answers = await self._answers("unload", body, workers)
+            if self._loop.time() >= self._until_s:
+                workers = [w for w in workers if answers[w].outcome is not Outcome.UNKNOWN]
+        return revisions
 
     async def _list(self) -> None:
         answers = await self._ask("list", GetLoras(), list(self._seen))
@@ -123,20 +161,24 @@ class LoraTakeOver(TakeOver):
             return Outcome.OK, None
         request = self._entry.request
         if isinstance(request, UnloadLoraFleet):
-            return Outcome.FAILED, self._nobody_knows("some worker still has it; unload it again")
+            states = (_state(self._lists[worker], request.name, revision) for revision in self._wanted)
+            if all(state in LET_GO for state in states):
+                return Outcome.OK, None
+            return Outcome.FAILED, self._nobody_knows("it still has it; unload it again")
         if isinstance(request, LoadLoraFleet):
-            return self._judge_load(self._lists[worker], request)
+            return self._judge_load(worker, request)
         return Outcome.UNDONE, None
 
-    def _judge_load(self, data: LorasData, request: LoadLoraFleet) -> tuple[Outcome, Fault | None]:
+    def _judge_load(self, worker: WorkerId, request: LoadLoraFleet) -> tuple[Outcome, Fault | None]:
         """Of a load that not everybody has: what this one's own list says."""
-        own = lora_id(request.name, self._revision)
-        if self._is_fleets and self._shows(data, request):
+        data = self._lists[worker]
+        own, is_meant = lora_id(request.name, self._revision), worker in self._meant
+        if is_meant and self._shows(data, request):
             return Outcome.OK, None
-        match next((v.state for v in data.loras if (v.name, v.revision) == (request.name, self._revision)), None):
-            case LoraState.LOADED if not self._is_fleets:
+        match _state(data, request.name, self._revision):
+            case LoraState.LOADED if self._shows(data, request):
                 return Outcome.FAILED, self._nobody_knows(f"it still has {own}, which the fleet doesn't: unload it")
-            case LoraState.DRAINING if not self._is_fleets:
+            case LoraState.DRAINING if not is_meant:
                 why = f"it still has {own}, and takes no requests for it; it unloads it by itself once it can"
                 return Outcome.FAILED, self._nobody_knows(why)
             case LoraState.UNSETTLED:
@@ -145,3 +187,8 @@ class LoraTakeOver(TakeOver):
 
     def _shows(self, data: LorasData, request: LoadLoraFleet) -> bool:
         return shows(data, request.name, self._revision, request.checksum)
+
+
+def _state(data: LorasData, name: str, revision: int) -> LoraState | None:
+    """What an engine does with a revision; None: it hasn't got it."""
+    return next((v.state for v in data.loras if (v.name, v.revision) == (name, revision)), None)

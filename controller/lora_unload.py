@@ -2,11 +2,11 @@
 
 One revision after the other: everybody lets it go (requests in flight may keep it for a while, which is no failure),
 and who gave no clear answer is asked for its list, which settles it. Nobody is paused, and nothing is taken back: an
-adapter that half of the fleet has is one that the next unload finishes.
+adapter that half of the fleet has is one that the next unload finishes, and that nobody is given again by itself.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlbus.controller.answers import StepAnswer
@@ -19,8 +19,10 @@ from rlbus.schemas import (
     Outcome,
     UnloadLora,
     WorkerId,
-    lora_id,
 )
+
+# New requests can't name it any more: it has been let go.
+DRAINING = LoraState.DRAINING
 
 
 class Stage(enum.StrEnum):
@@ -42,7 +44,8 @@ class UnloadPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnloadState:
-    """One unload. `place` is the revision that is being unloaded, `gone` those that nobody serves any more.
+    """One unload. `place` is the revision that is being unloaded, `gone` those that nobody serves any more, `partly`
+    those that somebody has let go, or may have, and others still serve, or may.
 
     `now` is what went wrong with this one, `blames` what went wrong first on each worker with those before. `data` is
     what its engine said last.
@@ -52,6 +55,7 @@ class UnloadState:
     place: int = 0
     stage: Stage = Stage.UNLOAD
     gone: tuple[int, ...] = ()
+    partly: tuple[int, ...] = ()
     now: Mapping[WorkerId, Blame] = field(default_factory=dict)
     blames: Mapping[WorkerId, Blame] = field(default_factory=dict)
     data: Mapping[WorkerId, LorasData] = field(default_factory=dict)
@@ -111,13 +115,20 @@ def _unloaded(state: UnloadState, answers: Mapping[WorkerId, StepAnswer]) -> Dec
 
 def _settled(state: UnloadState, answers: Mapping[WorkerId, StepAnswer]) -> Decision:
     state = _take(state, answers)
-    gone = {w for w, a in answers.items() if isinstance(a.data, LorasData) and not _is_served(state, a.data)}
-    return _next(replace(state, now={w: blame for w, blame in state.now.items() if w not in gone}))
+    listed = {w: a.data for w, a in answers.items() if isinstance(a.data, LorasData)}
+    there = {w: found for w, data in listed.items() if (found := _state_of(state, data)) not in (None, DRAINING)}
+    now = {w: blame for w, blame in state.now.items() if w in there or w not in listed}
+    return _next(replace(state, now=now), {w for w, found in there.items() if found is LoraState.LOADED})
 
 
-def _next(state: UnloadState) -> Decision:
-    gone = state.gone if state.now else (*state.gone, state.revision)
-    state = replace(state, gone=gone, blames={**state.now, **state.blames})
+def _next(state: UnloadState, still: Collection[WorkerId] = ()) -> Decision:
+    """`still`: who is known to serve it as before, besides those that refused."""
+    kept = {w for w, blame in state.now.items() if blame.outcome is Outcome.REFUSED or w in still}
+    if not state.now:
+        state = replace(state, gone=(*state.gone, state.revision))
+    elif not kept.issuperset(state.plan.workers):
+        state = replace(state, partly=(*state.partly, state.revision))
+    state = replace(state, blames={**state.now, **state.blames})
     if state.stop is not None or state.place + 1 == len(state.plan.revisions):
         return state, Done()
     return _ask(replace(state, place=state.place + 1))
@@ -128,10 +139,7 @@ def _take(state: UnloadState, answers: Mapping[WorkerId, StepAnswer]) -> UnloadS
     return replace(state, data={**state.data, **said})
 
 
-def _is_served(state: UnloadState, data: LorasData) -> bool:
-    """Whether new requests can still name it there."""
-    wanted = lora_id(state.plan.name, state.revision)
-    return any(
-        v.revision is not None and lora_id(v.name, v.revision) == wanted and v.state is not LoraState.DRAINING
-        for v in data.loras
-    )
+def _state_of(state: UnloadState, data: LorasData) -> LoraState | None:
+    """What that engine does with it; None: it hasn't got it."""
+    wanted = (state.plan.name, state.revision)
+    return next((v.state for v in data.loras if (v.name, v.revision) == wanted), None)

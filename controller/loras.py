@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rlbus._objects import Objects
 from rlbus.bus import Bus
@@ -13,11 +13,11 @@ from rlbus.controller.frontend import Frontend
 from rlbus.controller.leases import LEASE_S
 from rlbus.controller.limits import ENDING_STEP_S
 from rlbus.controller.line import Line
-from rlbus.controller.lora_book import LoraBook, fleet_lora, gone_for, revisions_on
+from rlbus.controller.lora_book import LoraBook, fleet_lora, gone_for, is_freeing, revisions_on
 from rlbus.controller.lora_run import LoadRun, UnloadRun, evicted
 from rlbus.controller.lora_state import LoadPlan, LoadState
 from rlbus.controller.lora_unload import UnloadPlan
-from rlbus.controller.lora_where import check_routes, chosen, spared, with_spared
+from rlbus.controller.lora_where import check_routes, chosen, spared, takes_loras, with_spared
 from rlbus.controller.op import Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive
 from rlbus.controller.registry import Member
@@ -28,11 +28,14 @@ from rlbus.schemas import (
     FaultCode,
     FleetLora,
     LoadLoraFleet,
+    LoraResult,
     LorasData,
     LoraSource,
     ObjectSource,
     Report,
     UnloadLoraFleet,
+    WorkerId,
+    WorkerStatus,
     lora_id,
 )
 
@@ -130,7 +133,7 @@ class Loras:
         if request.is_catch_up:
             return
         self.book.add(fleet_lora(request, state.plan.revision, self._bus.clock.now()))
-        self.book.evict(evicted(state), request.op_id, request.target)
+        self.book.take(evicted(state), request.op_id, request.target)
         self._keep()
 
     def _source_problem(self, request: LoadLoraFleet) -> Fault | None:
@@ -157,10 +160,13 @@ class Loras:
             return fault(FaultCode.WRONG_STATE, f"no revision of {request.name} is loaded; the fleet has {known}")
         op = Op(self._bus, self._namespace, request, name)
         plan = UnloadPlan(request.name, revisions, tuple(m.worker for m in members), request.drain_s)
+        before = [m.status for m in members]
 
         async def work(_: Running) -> Report:
-            report, gone = await UnloadRun(op, self._line, plan).run()
-            await self._delete(self.unloaded(request, gone))
+            report = await UnloadRun(op, self._line, plan).run()
+            assert report.lora is not None
+            known = [m.worker for m in self._registry.members() if takes_loras(m)]
+            await self._delete(self.unloaded(request, report.lora, before, known))
             return report
 
         what = lora_id(request.name, revisions[0]) if len(revisions) == 1 else request.name
@@ -168,11 +174,21 @@ class Loras:
         self._desk.begin(op, reply, work, is_mutation=True, record=record)
         return None
 
-    def unloaded(self, request: UnloadLoraFleet, gone: Sequence[str]) -> tuple[LoraSource, ...]:
-        """No worker of the target serves these any more; where they came from."""
-        removed = self.book.remove(gone, request.op_id, request.target)
+    def unloaded(
+        self,
+        request: UnloadLoraFleet,
+        result: LoraResult,
+        before: Sequence[WorkerStatus],
+        known: Collection[WorkerId] | None = None,
+    ) -> tuple[LoraSource, ...]:
+        """Nobody of the target is given these any more, also where one could not be let go; where they came from.
+        `before`: what the workers that were asked said before. `known` as in `LoraBook.take`.
+        """
+        there = self.book.of((*result.ids, *result.partly))
+        ids = [i for i, one in there.items() if not is_freeing(one, request.target, before)]
+        taken = self.book.take(ids, request.op_id, request.target, known)
         self._keep()
-        return tuple(one.source for one in removed)
+        return tuple(one.source for one in taken.values())
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
@@ -182,9 +198,9 @@ class Loras:
         """
         gone = gone_for(lora, self.book.revisions(lora.name), lists)
         self.book.add(lora)
-        evicted_ids = self.book.evict(gone, request.op_id, request.target)
+        taken = self.book.take(gone, request.op_id, request.target)
         self._keep()
-        return evicted_ids
+        return tuple(taken)
 
     def _keep(self) -> None:
         if self._succession is not None:

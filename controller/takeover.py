@@ -269,9 +269,16 @@ class TakeOver:
         self, step: str, body: CommandBody, workers: Sequence[WorkerId], before_retry: object = None
     ) -> Sequence[WorkerId]:
         """Ask until nobody says busy any more; who still does."""
-        left = workers
+        answers = await self._answers(step, body, workers, before_retry)
+        return [w for w, answer in answers.items() if answer.is_busy]
+
+    async def _answers(
+        self, step: str, body: CommandBody, workers: Sequence[WorkerId], before_retry: object = None
+    ) -> dict[WorkerId, StepAnswer]:
+        """Ask until nobody says busy any more; what each said last."""
+        left, answers = workers, dict[WorkerId, StepAnswer]()
         while True:
-            answers = await self._ask(step, body, left)
+            answers |= await self._ask(step, body, left)
             left = [w for w in left if answers[w].is_busy]
             if not left or self._loop.time() + RETRY_S >= self._until_s:
                 break
@@ -279,7 +286,7 @@ class TakeOver:
                 await before_retry(left)
             await asyncio.sleep(RETRY_S)
             self._op.tick()
-        return left
+        return answers
 
     async def _ask(self, step: str, body: CommandBody, workers: Iterable[WorkerId]) -> dict[WorkerId, StepAnswer]:
         """One command under an op id of its own. It is tried again while we are disconnected, if there is time."""

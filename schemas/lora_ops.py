@@ -1,6 +1,7 @@
 """Adapters (LoRA) of a whole fleet: what is asked of the controller, what it keeps, and what it says."""
 
 from rlbus.schemas.base import Wire
+from rlbus.schemas.ids import WorkerId
 from rlbus.schemas.loras import DEFAULT_DRAIN_S, DrainS, LoraName, LoraSource, Revision, Sha256
 from rlbus.schemas.pausing import PauseMode
 from rlbus.schemas.requests import Request, Target
@@ -50,7 +51,9 @@ class ListLoras(Request, frozen=True, kw_only=True, tag="lora_list"):
 class LoraResult(Wire, frozen=True, kw_only=True):
     """What an op was about: "policy@7", and what its name stands for. `hot_swap`: nobody was paused for it.
 
-    `evicted` went to make room, on some worker. After an unload `num_draining` workers still have requests on it.
+    `evicted` went to make room, on some worker. After an unload `ids` are those that nobody serves any more, and
+    `partly` those that some let go and others may still serve: nobody is given them again. `num_draining` workers still
+    have requests on one.
     """
 
     ids: tuple[str, ...]
@@ -58,13 +61,15 @@ class LoraResult(Wire, frozen=True, kw_only=True):
     hot_swap: bool = False
     evicted: tuple[str, ...] = ()
     num_draining: int = 0
+    partly: tuple[str, ...] = ()
 
 
 class FleetLora(Wire, frozen=True, kw_only=True):
     """One adapter that the fleet has: every worker of `target` is given it, also those that come later.
 
     `since` in Unix seconds. `op_id` is the op that gave it. `not_on` are components ("decode") and workers ("decode/1")
-    of the target that don't have it any more: it had to go there for a newer revision.
+    of the target that don't have it any more: it was unloaded there, or had to go for a newer revision. `also_on` are
+    workers that have it all the same, of a component that isn't meant.
     """
 
     name: LoraName
@@ -75,6 +80,7 @@ class FleetLora(Wire, frozen=True, kw_only=True):
     op_id: str
     target: Target = Target()
     not_on: tuple[str, ...] = ()
+    also_on: tuple[WorkerId, ...] = ()
 
 
 class LoraBehind(Wire, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from rlbus.controller.http.answers import OP_ID, BadRequestError, error_of
 from rlbus.controller.http.calls import Calls, answered, done
 from rlbus.controller.http.summing import Summing
 from rlbus.controller.lora_book import should_have
+from rlbus.controller.lora_reach import reach, reach_of
 from rlbus.errors import RLBusError
 from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S
 from rlbus.schemas import FleetLora, FleetView, FolderSource, Report, Target, is_lora_name, lora_id, split_lora_id
@@ -200,14 +201,8 @@ def _check_free(view: FleetView, body: LoadBody, target: Target, op_id: str) -> 
 
 
 def _meet(one: FleetLora, asked: Target) -> bool:
-    """Whether an adapter is that of some worker of those that are asked for, which HTTP names by component."""
-    components = one.target.components
-    if one.target.workers is not None:
-        components = tuple(worker.partition("/")[0] for worker in one.target.workers)
-    if asked.components is None:
-        return True
-    wanted = set(asked.components) - set(one.not_on)
-    return bool(wanted if components is None else wanted & set(components))
+    """Whether an adapter may be that of some worker of those that are asked for."""
+    return bool(reach(one) & reach_of(asked))
 
 
 def _has(view: FleetView, name: str, revision: int | None) -> bool:

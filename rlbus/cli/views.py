@@ -111,6 +111,7 @@ def lora_text(lora: LoraResult) -> str:
     parts = [", ".join(lora.ids) or "none"]
     parts += ["hot swap, nobody was paused"] if lora.hot_swap else []
     parts += [f"made room: {', '.join(lora.evicted)}"] if lora.evicted else []
+    parts += [f"not let go everywhere: {', '.join(lora.partly)}"] if lora.partly else []
     parts += [f"still with requests on {counted(lora.num_draining, 'worker')}"] if lora.num_draining else []
     return f"adapter {'; '.join(parts)}"
 

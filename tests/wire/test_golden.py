@@ -85,6 +85,7 @@ FLEET_LORA = s.FleetLora(
     op_id="op-7",
     target=TARGET,
     not_on=("backend/8",),
+    also_on=(s.WorkerId("decode/1"),),
 )
 EVENT: dict[str, Any] = {"component": "backend", "instance_id": "7", "at": 1700000000.5, "op_id": "op-1"}
 
@@ -168,7 +169,9 @@ REPORT = s.Report(
     paused_s=0.75,
     num_attempts=2,
     epochs=(11, 12),
-    lora=s.LoraResult(ids=("policy@7",), checksum=SHA, hot_swap=True, evicted=("policy@3",), num_draining=1),
+    lora=s.LoraResult(
+        ids=("policy@7",), checksum=SHA, hot_swap=True, evicted=("policy@3",), num_draining=1, partly=("policy@6",)
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from rlbus.controller.lora_book import MAX_FLEET_LORAS, MAX_PAST, LoraBook, both, covers, gone_for, should_have
+from rlbus.controller.lora_book import MAX_FLEET_LORAS, MAX_PAST, LoraBook, gone_for, is_freeing, should_have
 from rlbus.schemas import (
     FaultCode,
     FleetLora,
@@ -73,7 +73,7 @@ def test_the_next_revision_is_above_all_that_were_given_or_that_a_worker_has() -
     assert book.next_revision("policy", [status()]) == 1
     book.give("policy", 3, A)
     book.add(lora(4))
-    book.remove(["policy@4"], "op")
+    book.take(["policy@4"], "op", ALL)
     assert book.next_revision("policy", [status("policy@2", "judge@90")]) == 5
     assert book.next_revision("policy", [status("policy@8")]) == 9
     assert book.next_revision("judge", []) == 1
@@ -83,7 +83,7 @@ def test_a_revision_stands_for_its_bytes_after_it_was_unloaded() -> None:
     """The same again is fine."""
     book = LoraBook()
     book.add(lora(1))
-    book.remove(["policy@1"], "op")
+    book.take(["policy@1"], "op", ALL)
     assert book.problem("policy", 1, A) is None
     taken = book.problem("policy", 1, B)
     assert taken is not None
@@ -117,7 +117,7 @@ def test_another_leader_restores_the_same_book() -> None:
     book = LoraBook()
     for revision in (1, 2):
         book.add(lora(revision, op_id=f"op{revision}"))
-    book.remove(["policy@1"], "op3")
+    book.take(["policy@1"], "op3", ALL)
     again = LoraBook()
     again.restore(book.mark(7), [])
     assert again.mark(8) == LoraBook.mark(book, 8)
@@ -149,43 +149,108 @@ def test_an_object_is_used_as_long_as_some_adapter_comes_from_it() -> None:
     book = LoraBook()
     book.add(lora(1, source=source))
     book.add(lora(1, name="judge", source=source))
-    book.remove(["policy@1"], "op")
+    book.take(["policy@1"], "op", ALL)
     assert book.uses("k")
-    book.remove(["judge@1"], "op")
+    book.take(["judge@1"], "op", ALL)
     assert not book.uses("k")
 
 
 ALL, DECODE = Target(), Target(components=("decode",))
+A_AND_B, B_ONLY = Target(components=("decode", "other")), Target(components=("other",))
+DECODE_1, DECODE_2, OTHER = WorkerId("decode/1"), WorkerId("decode/2"), WorkerId("other/1")
 FIRST, SECOND = Target(workers=(WorkerId("a/1"),)), Target(workers=(WorkerId("a/2"),))
 
 
 def test_an_adapter_is_for_the_workers_of_all_its_loads_and_leaves_with_all_of_them() -> None:
-    """One that was taken from a part of them is still the fleet's."""
+    """One that was taken from a part of them is still the fleet's, for the others."""
     book = LoraBook()
     book.add(lora(1, target=FIRST))
     book.add(lora(1, target=SECOND))
     assert book.loras[0].target == Target(workers=(WorkerId("a/1"), WorkerId("a/2")))
-    assert book.remove(["policy@1"], "op", FIRST) == ()
-    assert len(book.remove(["policy@1"], "op", ALL)) == 1
+    assert list(book.take(["policy@1"], "op", FIRST)) == ["policy@1"]
+    assert book.loras[0].target == SECOND
+    assert list(book.take(["policy@1"], "op", ALL)) == ["policy@1"]
+    assert book.loras == ()
+
+
+@pytest.mark.parametrize("target", [Target(components=("a",)), Target(workers=(WorkerId("a/1"), WorkerId("a/2")))])
+def test_what_is_unloaded_from_all_workers_that_there_are_leaves_the_fleet(target: Target) -> None:
+    """However they were named; when nobody can say yet who there is, it stays for those who may come."""
+    book = LoraBook()
+    book.add(lora(1))
+    mark = book.mark(1)
+    book.take(["policy@1"], "op", target, known=[WorkerId("a/1"), WorkerId("a/2")])
+    assert book.loras == ()
+    for known in (None, [WorkerId("a/1"), WorkerId("b/1")]):
+        again = LoraBook()
+        again.restore(mark, [])
+        again.take(["policy@1"], "op", target, known=known)
+        assert [should_have(again.loras[0], WorkerId(w)) for w in ("a/1", "a/2", "b/1")] == [False, False, True]
+
+
+def test_a_load_on_a_worker_widens_one_on_another_component() -> None:
+    """The component keeps it, also when the worker lets it go again."""
+    book = LoraBook()
+    book.add(lora(1, target=Target(components=("backend",))))
+    book.add(lora(1, target=Target(workers=(DECODE_1,))))
+    backend = WorkerId("backend/1")
+    assert [should_have(book.loras[0], w) for w in (backend, DECODE_1, DECODE_2)] == [True, True, False]
+    again = LoraBook()
+    again.restore(book.mark(1), [])
+    again.take(["policy@1"], "op", Target(workers=(DECODE_1,)))
+    (one,) = again.loras
+    assert (one.target, one.also_on) == (Target(components=("backend",)), ())
+
+
+def test_a_load_on_one_worker_of_a_component_that_had_to_let_it_go_is_for_that_one_alone() -> None:
+    """The others of the component aren't given it by that."""
+    book = LoraBook()
+    book.add(lora(1))
+    book.take(["policy@1"], "op", DECODE)
+    book.add(lora(1, target=Target(workers=(DECODE_1,))))
+    assert [should_have(book.loras[0], w) for w in (DECODE_1, DECODE_2, OTHER)] == [True, False, True]
+
+
+def test_a_load_on_a_component_and_a_worker_of_another_is_for_both() -> None:
+    """As an op addresses them."""
+    one = lora(1, target=Target(components=("other",), workers=(DECODE_1,)))
+    assert [should_have(one, w) for w in (DECODE_1, DECODE_2, OTHER)] == [True, False, True]
+
+
+def test_a_half_done_unload_in_the_journal_counts_for_the_next_leader() -> None:
+    """What some let go is nobody's any more."""
+    book = LoraBook()
+    book.add(lora(1, op_id="op1"))
+    again = LoraBook()
+    request = UnloadLoraFleet(op_id="op2", name="policy")
+    done = entry(request, "policy@1", Outcome.FAILED, partly=("policy@1",))
+    assert done.report is not None
+    assert done.report.lora is not None
+    report = replace(done.report, lora=replace(done.report.lora, ids=()))
+    again.restore(book.mark(1), [entry(load("op1"), "policy@1", Outcome.OK), replace(done, report=report)])
+    assert again.loras == ()
 
 
 @pytest.mark.parametrize(
-    ("target", "of", "is_covered"),
+    ("target", "sums", "is_free"),
     [
-        (ALL, DECODE, True),
-        (DECODE, ALL, False),
-        (DECODE, DECODE, True),
-        (FIRST, ALL, False),
-        (FIRST, FIRST, True),
-        (FIRST, SECOND, False),
-        (DECODE, FIRST, False),
+        (DECODE, [B], True),
+        (DECODE, [""], True),
+        (DECODE, [A], False),
+        (DECODE, [A, B], False),
+        (DECODE, [None], False),
+        (DECODE, [], False),
+        (ALL, [B], False),
     ],
 )
-def test_who_is_meant_by_one_target_is_meant_by_another(target: Target, of: Target, is_covered: bool) -> None:
-    """As far as names tell."""
-    assert covers(target, of) is is_covered
-    assert both(target, ALL) == ALL
-    assert both(target, target) == target
+def test_an_unload_of_other_bytes_alone_leaves_the_fleets_to_be_given(
+    target: Target, sums: list[str | None], is_free: bool
+) -> None:
+    """One that means everybody takes it from the fleet all the same. None: an agent that names no checksums."""
+    before = [status("policy@1") for _ in sums]
+    views = [LorasView(ids=("policy@1",), capacity=4, sums=() if s is None else (s[:16],)) for s in sums]
+    before = [replace(one, loras=view) for one, view in zip(before, views, strict=True)]
+    assert is_freeing(lora(1), target, before) is is_free
 
 
 def listing(*ids: str) -> LorasData:
@@ -201,21 +266,17 @@ def test_what_no_engine_lists_any_more_went_for_the_newer_revision() -> None:
     assert gone_for(lora(1), (), lists) == ()
 
 
-A_AND_B, B_ONLY = Target(components=("decode", "other")), Target(components=("other",))
-DECODE_1, DECODE_2, OTHER = WorkerId("decode/1"), WorkerId("decode/2"), WorkerId("other/1")
-
-
 @pytest.mark.parametrize("of", [ALL, A_AND_B, Target(workers=(DECODE_1, DECODE_2, OTHER))])
 def test_what_had_to_go_on_one_component_stays_the_fleets_for_the_others(of: Target) -> None:
     """Nobody of that component is given it again, also a worker that comes later; the others are."""
     book = LoraBook()
     book.add(lora(1, target=of, source=ObjectSource(bucket="test", key="k", sha256=A, num_bytes=1)))
     book.add(lora(2, target=DECODE))
-    assert book.evict(["policy@1"], "op2", DECODE) == ("policy@1",)
+    assert list(book.take(["policy@1"], "op2", DECODE)) == ["policy@1"]
     (one, _) = book.loras
     assert [should_have(one, w) for w in (DECODE_1, DECODE_2, OTHER)] == [False, False, True]
     assert book.uses("k"), "the others still have to be given it"
-    assert book.evict(["policy@1"], "op3", DECODE) == (), "it isn't there any more"
+    assert book.take(["policy@1"], "op3", DECODE) == {}, "it isn't there any more"
     again = LoraBook()
     again.restore(book.mark(1), [])
     assert again.loras == book.loras
@@ -226,11 +287,11 @@ def test_what_had_to_go_everywhere_leaves_the_fleet() -> None:
     for target in (A_AND_B, Target(workers=(DECODE_1, OTHER))):
         book = LoraBook()
         book.add(lora(1, target=target))
-        book.evict(["policy@1"], "op", DECODE)
-        book.evict(["policy@1"], "op", B_ONLY)
+        book.take(["policy@1"], "op", DECODE)
+        book.take(["policy@1"], "op", B_ONLY)
         assert book.loras == ()
     book.add(lora(1, target=DECODE))
-    assert book.evict(["policy@1"], "op", ALL) == ("policy@1",)
+    assert list(book.take(["policy@1"], "op", ALL)) == ["policy@1"]
     assert book.loras == ()
 
 
@@ -238,11 +299,11 @@ def test_what_had_to_go_on_one_worker_is_given_to_the_rest_of_its_component() ->
     """Until it is loaded there again, or the component has it no more."""
     book = LoraBook()
     book.add(lora(1, target=A_AND_B))
-    book.evict(["policy@1"], "op", Target(workers=(DECODE_1,)))
+    book.take(["policy@1"], "op", Target(workers=(DECODE_1,)))
     assert [should_have(book.loras[0], w) for w in (DECODE_1, DECODE_2, OTHER)] == [False, True, True]
     other = LoraBook()
     other.restore(book.mark(1), [])
-    other.evict(["policy@1"], "op", DECODE)
+    other.take(["policy@1"], "op", DECODE)
     assert (other.loras[0].target, other.loras[0].not_on) == (B_ONLY, ())
     book.add(lora(1, target=Target(components=("other",))))
     assert not should_have(book.loras[0], DECODE_1), "that load wasn't for it"

@@ -84,3 +84,26 @@ def test_one_that_is_taken_back_begins_no_further_revision() -> None:
     state, action = decide(state, Answered({ONE: has(2), TWO: has(2)}, stop))
     assert isinstance(action, Done)
     assert (state.gone, state.stop) == ((1,), stop)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "is_partly"),
+    [
+        (StepAnswer(Outcome.REFUSED, WHY), None, False),
+        (StepAnswer(Outcome.FAILED, WHY), has(1), False),
+        (StepAnswer(Outcome.FAILED, WHY), has(1, state=LoraState.UNSETTLED), True),
+        (StepAnswer(Outcome.UNKNOWN, WHY), StepAnswer(Outcome.UNKNOWN, WHY), True),
+    ],
+)
+@pytest.mark.parametrize("has_other", [False, True])
+def test_what_only_some_let_go_is_told_from_what_all_keep(
+    answer: StepAnswer, said: StepAnswer | None, is_partly: bool, has_other: bool
+) -> None:
+    """As it was on everybody, beyond doubt: nothing has begun."""
+    state, action = begin(plan(1))
+    state, action = decide(state, Answered({ONE: answer, TWO: has() if has_other else answer}))
+    if said is not None:
+        state, action = decide(state, Answered({ONE: said} if has_other else {ONE: said, TWO: said}))
+    assert isinstance(action, Done)
+    assert state.gone == ()
+    assert state.partly == ((1,) if is_partly or has_other else ())

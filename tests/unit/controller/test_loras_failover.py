@@ -8,16 +8,29 @@ from typing import Any
 
 import pytest
 
+from rlbus.controller.limits import OVERRUN_S
 from rlbus.errors import RefusedError
-from rlbus.schemas import Command, Generation, LoadLora, OpStatus, PauseGeneration, ResumeGeneration, UnloadLora
+from rlbus.schemas import (
+    Command,
+    Generation,
+    GetLoras,
+    LoadLora,
+    OpStatus,
+    PauseGeneration,
+    ResumeGeneration,
+    Target,
+    UnloadLora,
+)
+from rlbus.testing import MemoryTransport
 from rlbus.workers.engines.fake_script import Step, failing
 from tests.unit.controller.failover_stage import Stage, play
 from tests.unit.controller.lora_stage import adapter, taker, takers
-from tests.unit.controller.scene import outcomes
+from tests.unit.controller.scene import outcomes, w
 
 pytestmark = pytest.mark.unit
 
 RUNNING = Generation.RUNNING
+FIRST = Target(workers=(w(1),))
 
 
 def serving(stage: Stage) -> list[list[str]]:
@@ -202,6 +215,134 @@ def test_an_unload_is_finished_by_the_next_controller(tmp_path: Path) -> None:
         assert outcomes(report) == {"1": "ok", "2": "ok"}
         assert serving(stage) == [[], []]
         assert (await stage.client.status()).loras == ()
+
+    play(takers(1, 2), scenario)
+
+
+def test_an_unload_whose_controller_and_worker_die_together_is_not_taken_back(tmp_path: Path) -> None:
+    """Nobody knows what became of it on that one; the others are given nothing."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder)
+        transport = stage.workers[2].worker_bus.transport
+        assert isinstance(transport, MemoryTransport)
+
+        def look(command: Command) -> None:
+            if isinstance(command.body, UnloadLora) and not stage.processes[0].is_killed:
+                stage.broker.partition(transport)
+                stage.kill(stage.processes[0])
+
+        stage.on_command = look
+        report = await stage.client.unload_lora("policy", check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "ok", "3": "unknown"}
+        assert report.lora is not None
+        assert report.lora.partly == ("policy@1",)
+        await asyncio.sleep(60.0)
+        assert serving(stage)[:2] == [[], []]
+
+    play(takers(1, 2, 3), scenario)
+
+
+def test_an_unload_of_many_revisions_ends_in_time_at_the_next_controller(tmp_path: Path) -> None:
+    """One engine hangs in each of them: who lets its moment pass isn't asked again, the others go on."""
+    num_revisions = 30
+    folders = [adapter(tmp_path / str(n), f"{n}-") for n in range(num_revisions)]
+
+    async def scenario(stage: Stage) -> None:
+        for folder in folders:
+            await stage.client.load_lora("policy", folder)
+        stage.on_command = killing(stage, UnloadLora)
+        began_s = asyncio.get_running_loop().time()
+        report = await stage.client.unload_lora("policy", deadline_s=30.0, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "failed"}
+        assert asyncio.get_running_loop().time() - began_s < 30.0 + OVERRUN_S
+        assert list(map(len, serving(stage))) == [0, num_revisions]
+
+    hangs = {n: Step(hangs=True) for n in range(1, 400)}
+    room = num_revisions + 1
+    play([taker(1, capacity=room), taker(2, {"drain_lora": hangs}, capacity=room)], scenario)
+
+
+def test_what_an_unload_that_was_stopped_at_the_next_controller_did_not_ask_for_stays_the_fleets(
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C while it hangs in the first one."""
+    folders = [adapter(tmp_path / str(n), f"{n}-") for n in range(3)]
+
+    async def scenario(stage: Stage) -> None:
+        for folder in folders:
+            await stage.client.load_lora("policy", folder)
+        stage.on_command = killing(stage, UnloadLora)
+        unloading = asyncio.ensure_future(stage.client.unload_lora("policy", check=False))
+        await asyncio.sleep(1.0)
+        await stage.leader()
+        await asyncio.sleep(1.0)
+        op_id = (await stage.client.status()).op_id
+        assert op_id is not None
+        await stage.client.cancel(op_id)
+        report = await unloading
+        await settled(stage)
+        assert report.lora is not None
+        assert (report.lora.ids, report.lora.partly) == ((), ("policy@1",))
+        assert [x.revision for x in (await stage.client.status()).loras] == [2, 3]
+
+    hangs = {n: Step(hangs=True) for n in range(1, 400)}
+    play([taker(1), taker(2, {"drain_lora": hangs})], scenario)
+
+
+def test_a_load_for_more_workers_that_is_finished_is_meant_for_them_all(tmp_path: Path) -> None:
+    """The fleet had it before, for one of them."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder, target=FIRST)
+        stage.on_command = killing(stage, LoadLora, 0.5)
+        report = await stage.client.load_lora("policy", folder, revision=1, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "ok"}
+        assert [x.target for x in (await stage.client.status()).loras] == [Target()]
+        stage.workers[1].engine.loras.sums.clear()
+        await asyncio.sleep(60.0)
+        assert serving(stage) == [["policy@1"], ["policy@1"]]
+
+    play([taker(1), taker(2, {"load_lora": {1: Step(latency_s=8.0)}})], scenario)
+
+
+def test_a_load_for_more_workers_that_is_taken_back_leaves_it_with_those_who_had_it(tmp_path: Path) -> None:
+    """And with nobody for whom it isn't meant."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder, target=FIRST)
+        stage.on_command = killing(stage, LoadLora, 1.0)
+        report = await stage.client.load_lora("policy", folder, revision=1, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "ok", "2": "undone", "3": "undone"}
+        assert serving(stage) == [["policy@1"], [], []]
+        assert [x.target for x in (await stage.client.status()).loras] == [FIRST]
+
+    broken = {"load_lora": {1: replace(failing(), latency_s=3.0)}}
+    play([taker(1), taker(2), taker(3, broken)], scenario)
+
+
+@pytest.mark.parametrize("tells_files", [False, True])
+def test_what_a_load_would_have_been_refused_for_is_not_taken_by_the_next_controller(
+    tmp_path: Path, tells_files: bool
+) -> None:
+    """Killed in the check, while a worker has other bytes under that name."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        loras = stage.workers[1].engine.loras
+        loras.sums["policy", 7], loras.tells_files = "e" * 64, tells_files
+        stage.on_command = killing(stage, GetLoras)
+        report = await stage.client.load_lora("policy", folder, revision=7, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"1": "undone", "2": "undone"}
+        assert serving(stage) == [[], ["policy@7"]]
 
     play(takers(1, 2), scenario)
 
