@@ -171,7 +171,7 @@ class LoraBook:
 
 
 def should_have(lora: FleetLora, worker: WorkerId) -> bool:
-    """Whether this worker is to be given the adapter: as `reach` says, and cheaply: for every worker and adapter, often."""
+    """Whether this worker is to be given the adapter: as `reach` says, but cheap, for it is asked often."""
     component, target = split_worker_id(worker)[0], lora.target
     if worker in lora.also_on:
         return True
