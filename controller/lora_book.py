@@ -129,6 +129,21 @@ class LoraBook:
                 self._loras[key] = reaching(one, left)
         return found
 
+    def extra(self, worker: WorkerId, status: WorkerStatus) -> tuple[str, ...]:
+        """What a worker serves from bytes that an op gave, and that the fleet doesn't have there. As far as its status
+        tells: a name alone proves nothing.
+        """
+        loras = status.loras
+        if loras is None or len(loras.sums) != len(loras.ids):
+            return ()
+        return tuple(i for i, own in zip(loras.ids, loras.sums, strict=True) if own and self._is_extra(i, own, worker))
+
+    def _is_extra(self, key: str, own_sum: str, worker: WorkerId) -> bool:
+        lora, parts = self._loras.get(key), split_lora_id(key)
+        if parts is None or (lora is not None and should_have(lora, worker)):
+            return False
+        return self._past.get(parts, "")[:SHORT_SUM_CHARS] == own_sum
+
     def uses(self, key: str) -> bool:
         """Whether an adapter that the fleet has comes from this object of the store."""
         return any(getattr(one.source, "key", None) == key for one in self._loras.values())

@@ -139,7 +139,7 @@ class LoraCatchUps:
     def explain(self, view: FleetView) -> FleetView:
         """The view, with the fleet's adapters and who lacks which."""
         now_s = asyncio.get_running_loop().time()
-        members = tuple(self._explained(member, now_s) for member in view.members) if self._book.loras else view.members
+        members = tuple(self._explained(member, now_s) for member in view.members)
         return msgspec.structs.replace(view, loras=self._book.loras, members=members)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -205,7 +205,9 @@ class LoraCatchUps:
             for lora in self._book.loras
             if lacks(lora, member, self._registry)
         )
-        return msgspec.structs.replace(view, loras_behind=behind)
+        # Meanwhile an op may be about to give it to the others, or to take it away.
+        extra = () if self._desk.mutation is not None else self._book.extra(view.worker, view.status)
+        return msgspec.structs.replace(view, loras_behind=behind, loras_extra=extra) if behind or extra else view
 
     def _note(self, member: Member, lora: FleetLora, now_s: float) -> str:
         lack = (member.worker, member.boot_id, lora_id(lora.name, lora.revision))

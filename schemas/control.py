@@ -307,7 +307,8 @@ class Liveness(enum.StrEnum):
 class MemberView(Wire, frozen=True, kw_only=True):
     """One worker as the controller sees it. `admitted` is derived; `reason` says why it isn't.
 
-    `loras_behind` are adapters that the fleet has and this worker lacks, each with what is done about it.
+    `loras_behind` are adapters that the fleet has and this worker lacks, each with what is done about it. `loras_extra`
+    ("policy@7") are those that it serves from bytes that an op has given, and that the fleet doesn't have there.
     """
 
     worker: WorkerId
@@ -319,6 +320,7 @@ class MemberView(Wire, frozen=True, kw_only=True):
     age_s: float
     reason: str | None = None
     loras_behind: tuple[LoraBehind, ...] = ()
+    loras_extra: tuple[str, ...] = ()
 
 
 class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):

@@ -161,7 +161,8 @@ def list_(
         view = await fleet.status(deadline_s=deadline_s)
         if json:
             behind = {member.worker: member.loras_behind for member in view.members if member.loras_behind}
-            out.document({"loras": view.loras, "behind": behind, "report": report})
+            extra = {member.worker: member.loras_extra for member in view.members if member.loras_extra}
+            out.document({"loras": view.loras, "behind": behind, "extra": extra, "report": report})
         else:
             show_loras(out, view, report)
         return _end(report)

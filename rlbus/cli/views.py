@@ -44,7 +44,7 @@ def show_workers(out: Output, view: FleetView) -> None:
     for member in view.members:
         for warning in warnings_of(member, now, is_op_running=view.op_id is not None):
             out.loud(f"{member.worker} {warning}")
-    _show_behind(out, view)
+    _show_differences(out, view)
 
 
 def show_status(out: Output, view: FleetView) -> None:
@@ -81,13 +81,16 @@ def show_loras(out: Output, view: FleetView, report: Report) -> None:
         out.line(f"namespace {view.namespace} has no adapters")
     for outcome in report.outcomes:
         out.line(f"{outcome.worker}: {_loras_text(outcome)}")
-    _show_behind(out, view)
+    _show_differences(out, view)
 
 
-def _show_behind(out: Output, view: FleetView) -> None:
+def _show_differences(out: Output, view: FleetView) -> None:
+    """Who lacks which of the fleet's adapters, and who serves others."""
     for member in view.members:
         for behind in member.loras_behind:
             out.loud(f"{member.worker} LACKS adapter {behind.id}: {behind.note}")
+        for one in member.loras_extra:
+            out.loud(f"{member.worker} HAS adapter {one}, which the fleet doesn't have there: unload it")
 
 
 def _source_text(source: LoraSource) -> str:

@@ -293,6 +293,7 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
                     age_s=12.5,
                     reason="suspect",
                     loras_behind=(s.LoraBehind(id="policy@7", note="is given it next"),),
+                    loras_extra=("policy@6",),
                 ),
             ),
             loras=(FLEET_LORA,),

@@ -10,7 +10,7 @@ import pytest
 
 from rlbus.cli.options import target_of, version_of
 from rlbus.cli.output import ExitCode, Output, age, aligned, exit_code_of_error, exit_code_of_report, progress_text
-from rlbus.cli.views import present, show_history, show_report, show_status, warnings_of
+from rlbus.cli.views import lora_text, present, show_history, show_report, show_status, warnings_of
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, PartialError, TransferError, error_from_fault
 from rlbus.schemas import (
     AbortedData,
@@ -22,6 +22,8 @@ from rlbus.schemas import (
     HistoryItem,
     HistoryView,
     Liveness,
+    LoraBehind,
+    LoraResult,
     MemberView,
     OpProgress,
     OpStatus,
@@ -307,6 +309,19 @@ def test_status_shows_whole_instance_ids_and_warnings(capsys: pytest.CaptureFixt
     assert lines[3].split()[0] == f"backend/{BIG}"
     assert "DIRTY" in lines[3]
     assert lines[4].startswith(f"!! backend/{BIG} is DIRTY")
+
+
+def test_what_a_worker_lacks_and_what_it_has_alone_are_loud(capsys: pytest.CaptureFixture[str]) -> None:
+    """And what an unload left behind stands in its line."""
+    own = member(WeightsView(state=WeightsState.CLEAN))
+    behind = (LoraBehind(id="policy@3", note="is given it next"),)
+    own = msgspec.structs.replace(own, loras_behind=behind, loras_extra=("policy@2",))
+    show_status(Output(False), FleetView(namespace="n", term=4, version=None, epoch=2, op_id=None, members=(own,)))
+    lacks, has = capsys.readouterr().out.splitlines()[-2:]
+    assert lacks == f"!! backend/{BIG} LACKS adapter policy@3: is given it next"
+    assert has == f"!! backend/{BIG} HAS adapter policy@2, which the fleet doesn't have there: unload it"
+    result = LoraResult(ids=("policy@1",), partly=("policy@2",), num_draining=1)
+    assert lora_text(result) == "adapter policy@1; not let go everywhere: policy@2; still with requests on 1 worker"
 
 
 def test_an_empty_fleet_says_how_to_start_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
