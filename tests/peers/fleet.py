@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rlbus.cli.app import app
 from tests.peers.programs import START_S, Program, Programs, clean_env
 
-POLL_S = 0.1
+POLL_S = 0.25
 # A list of workers is one, too, when none of them is there.
 ANY_CODE = range(6)
 
