@@ -159,6 +159,8 @@ class WorkerState:
     lora_turn: int = 0
     # (name, revision, checksum) of what the engine was ever told to load, newest last: those names are taken.
     known_sums: tuple[tuple[str, int, str], ...] = ()
+    # The same of what an agent before this one has loaded, as long as the engine, which outlived it, lists them.
+    found_sums: tuple[tuple[str, int, str], ...] = ()
     adapter_gone: AdapterGone | None = None
 
     @property
