@@ -93,19 +93,8 @@ async def list_loras(call: Call) -> Reply:
 
 
 async def _unload(call: Call, asked: Named) -> Reply:
-    loaded = sorted(
-        one.revision
-        for one in call.agent.state.adapters
-        if one.name == asked.name and asked.revision in (None, one.revision)
-    )
-    if not loaded:
-        if call.agent.journal.find(call.name) is None:
-            has = sorted(lora_id(one.name, one.revision) for one in call.agent.state.adapters)
-            name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
-            raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}")
-        # A repeat of a call that has ended; the journal answers.
-        known = (revision for name, revision, _ in call.agent.state.known_sums if name == asked.name)
-        loaded = [asked.revision or max(known, default=1)]
+    known = _repeated(call, asked)
+    loaded = await _loaded(call, asked) if known is None else [known]
     for revision in loaded[:-1]:
         await call.do(UnloadLora(name=asked.name, revision=revision), f"r{revision}")
     revision = loaded[-1]
@@ -119,6 +108,42 @@ async def _unload(call: Call, asked: Named) -> Reply:
         "lora_name": name,
         "lora_id": revision,
     }
+
+
+def _repeated(call: Call, asked: Named) -> int | None:
+    """The revision that an op of this call's name was about, which the journal answers; None: there was no such op."""
+    record = call.agent.journal.find(call.name)
+    if record is None:
+        return None
+    state = call.agent.state
+    known = {revision for name, revision, _ in state.known_sums if name == asked.name}
+    if state.adapter_gone is not None and state.adapter_gone.name == asked.name:
+        known.add(state.adapter_gone.revision)
+    bodies = (UnloadLora(name=asked.name, revision=revision) for revision in known)
+    was = next((body.revision for body in bodies if digest_of(body) == record.digest), None)
+    return asked.revision or was or max(known, default=1)
+
+
+async def _loaded(call: Call, asked: Named) -> list[int]:
+    """The revisions that a call is about, oldest first: by the engine's own word, too, as what an agent before this one
+    has loaded is there. Cancel: nothing was done.
+    """
+    own = {(one.name, one.revision) for one in call.agent.state.adapters}
+    if asked.revision is not None and (asked.name, asked.revision) in own:
+        return [asked.revision]  # also where the engine doesn't say what it has
+    listed = (await call.do(GetLoras(), "listed")).data
+    assert isinstance(listed, LorasData)
+    there = own | {(one.name, one.revision) for one in listed.loras if one.revision is not None}
+    found = sorted(revision for name, revision in there if name == asked.name and asked.revision in (None, revision))
+    if found:
+        return found
+    if asked.revision is None and any(one.name == asked.name for one in listed.loras):
+        raise said(
+            f"LoRA adapter '{asked.name}' has no revision: somebody else has loaded it, past rlbus, and unloads it"
+        )
+    has = sorted(lora_id(*each) for each in there)
+    name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
+    raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}")
 
 
 def _named(fields: dict[str, Any]) -> Named:
