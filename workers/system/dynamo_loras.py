@@ -5,10 +5,8 @@ of `policy` alone the files decide: those of its newest revision here keep that,
 that name `policy` get the newest, so that these files are what they get.
 """
 
-import asyncio
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -32,10 +30,11 @@ from rlbus.workers.preconditions import path_problem
 from rlbus.workers.state import WorkerState
 from rlbus.workers.system.calls import Call, OpError
 from rlbus.workers.system.dynamo_bodies import fields_of, said
+from rlbus.workers.system.summing import Summing
 
 Reply = dict[str, Any]
-# One folder is summed up at a time, whoever asks and however slow its disk is; the agent's own threads stay free.
-_SUMMING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlbus-adapter-sum")
+# Of all the workers in this process.
+_SUMMING = Summing()
 
 
 class Named(NamedTuple):
@@ -190,12 +189,9 @@ async def _checksum(call: Call, path: str) -> str:
         return adapter_sum(Path(path)).checksum
 
     try:
-        async with asyncio.timeout(call.limit_s):
-            return await asyncio.get_running_loop().run_in_executor(_SUMMING, look)
+        return await _SUMMING.run(path, look, call.limit_s)
     except AdapterError as exc:
         raise said(str(exc)) from exc
-    except TimeoutError as exc:
-        raise said(f"reading {path} took longer than {call.limit_s:g} s") from exc
 
 
 async def _loads(call: Call, asked: Named, checksum: str, source: FolderSource) -> LoadLora:
