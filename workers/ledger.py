@@ -301,7 +301,7 @@ def opened(folder: str | None, namespace: str, component: str, instance_id: str)
 
 def noted(state: WorkerState) -> Noted:
     """What of a worker's state is worth keeping."""
-    own = [(*adapter.key, adapter.checksum) for adapter in state.adapters]
+    own = [(*adapter.key, adapter.checksum) for adapter in state.adapters if adapter.checksum is not None]
     keys = {adapter.key for adapter in state.adapters}
     found = [known for known in state.found_sums if known[:2] not in keys]
     return Noted(

@@ -107,7 +107,7 @@ def _in_use(state: WorkerState, residents: Sequence[Resident]) -> frozenset[str]
     it. Of one that doesn't say where it reads, what that agent has noted tells.
     """
     listed = {r.files for r in residents} | {sum_of(state, r) for r in residents}
-    return frozenset(a.checksum for a in state.adapters).union(name for name in listed if name)
+    return frozenset(name for name in listed.union(a.checksum for a in state.adapters) if name)
 
 
 async def _evict(
@@ -130,7 +130,8 @@ async def unload(engine: LoraEngine, body: UnloadLora, around: Surroundings) -> 
         await engine.drain_lora(body.name, body.revision)
         resident = find(await engine.list_loras(), body.name, body.revision)
         if resident is not None and resident.num_in_flight and body.drain_s > 0:
-            around.apply(LoraDrains(body.name, body.revision, body.drain_s))
+            known = sum_of(around.state, resident)
+            around.apply(LoraDrains(body.name, body.revision, body.drain_s, known))
             return loras_data(around.state, await _look(engine, around))
     if resident is not None:
         num_aborted = await _unload(engine, body.name, body.revision, around)

@@ -204,7 +204,7 @@ def _begins(state: WorkerState, event: LoraBegins) -> WorkerState:
     kept = tuple(a for a in state.adapters if a.key != adapter.key)
     known = state.known_sums
     is_new = known_sum(state, *adapter.key) is None
-    if is_new:
+    if is_new and adapter.checksum is not None:
         # Also for one that then fails: it may yet be in the engine.
         known = (*known, (*adapter.key, adapter.checksum))[-MAX_KNOWN:]
     adapters = (*kept, replace(adapter, was_loaded=before.was_loaded, is_new=is_new))
@@ -221,6 +221,10 @@ def _refused(state: WorkerState, name: str, revision: int) -> WorkerState:
 
 
 def _drains(state: WorkerState, event: LoraDrains) -> WorkerState:
+    """Also one that an agent before this one has loaded: this one has to end its drain."""
+    if all(a.key != (event.name, event.revision) for a in state.adapters):
+        found = Adapter(event.name, event.revision, event.checksum, LoraState.DRAINING, was_loaded=True)
+        state = replace(state, adapters=(*state.adapters, found))
     return _changed(
         state, event, lambda a: replace(a, state=LoraState.DRAINING, drain_s=event.drain_s, is_unwanted=False)
     )

@@ -80,13 +80,14 @@ class Session:
 class Adapter:
     """An adapter that was asked for. `was_loaded` once the engine had it; `drain_s`: for how long it may drain.
 
-    `hot_swap`: it took the place of an older revision. `is_unwanted`: somebody unloaded it, and nobody knows whether a
-    load of it still comes to its end; then it goes.
+    `checksum` None: nobody knows its bytes, an agent before this one has loaded it, and it is to go. `hot_swap`: it
+    took the place of an older revision. `is_unwanted`: somebody unloaded it, and nobody knows whether a load of it
+    still comes to its end; then it goes.
     """
 
     name: str
     revision: int
-    checksum: str
+    checksum: str | None
     state: LoraState
     was_loaded: bool = False
     # The first load of this revision here, whose outcome isn't known yet.

@@ -22,7 +22,7 @@ async def is_kept(scene: Scene, folder: Path) -> bool:
 
 
 def test_a_refused_load_leaves_nothing_in_the_store(tmp_path: Path) -> None:
-    """Whoever refuses it: a revision that is taken, a target that isn't there, its own checksum. Another try puts it again."""
+    """Whoever refuses it: a taken number, a target that isn't there, its checksum. Another try puts it again."""
     one, two = adapter(tmp_path / "1", "one"), adapter(tmp_path / "2", "two")
 
     async def scenario(scene: Scene) -> None:

@@ -1,5 +1,6 @@
 """Adapters over restarts of an agent whose engine goes on, and doesn't say from which files it has them (Dynamo)."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -7,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from rlbus.schemas import CommandBody, FaultCode, GetLoras, LoadLora, LorasData, Result, ResultStatus, UnloadLora
+from rlbus.schemas import (
+    CommandBody,
+    FaultCode,
+    GetLoras,
+    LoadLora,
+    LoraDraining,
+    LoraLoaded,
+    LorasData,
+    LoraState,
+    LoraUnloaded,
+    Result,
+    ResultStatus,
+    UnloadLora,
+)
 from rlbus.testing import run
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.found import Found
@@ -134,3 +148,29 @@ def test_what_was_unloaded_is_remembered_by_no_later_agent(tmp_path: Path, who: 
         assert await sums(rig) == {1: None, 2: second.checksum}
 
     lives(tmp_path, before, between, after)
+
+
+@pytest.mark.parametrize("checksum", ["a" * 64, "unknown"])
+@pytest.mark.parametrize("way", ["its request ends", "its time is over"])
+def test_what_an_agent_before_has_loaded_goes_at_the_end_of_its_drain_too(
+    tmp_path: Path, way: str, checksum: str
+) -> None:
+    """Nobody else would end it; whether its bytes are known or not."""
+    engine = FakeEngine(loras=LoraInfo(4))
+    engine.loras.sums["policy", 7] = checksum
+
+    async def main() -> None:
+        async with worker_on_bus(engine, config=config_for(tmp_path)) as rig:
+            engine.submit("r", (1, 2, 3), 10_000, model="policy@7")
+            drained = data_of(await rig.send(UnloadLora(name="policy", revision=7, drain_s=30.0), op_id="u"))
+            assert [view.state for view in drained.loras] == [LoraState.DRAINING]
+            await asyncio.sleep(10.0)
+            assert ("policy", 7) in engine.loras.sums
+            if way == "its request ends":
+                await engine.abort(["r"])
+            await asyncio.sleep(5.0 if way == "its request ends" else 25.0)
+            assert engine.loras.sums == {}
+            told = [type(event) for event in rig.events if isinstance(event, LoraLoaded | LoraDraining | LoraUnloaded)]
+            assert told == [LoraDraining, LoraUnloaded]
+
+    run(main())
