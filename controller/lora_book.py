@@ -163,17 +163,26 @@ class LoraBook:
             for one in mark.loras:
                 self.add(one)
             self.op_id = mark.op_id
+        entries = tuple(entries)
         is_new = mark is None or mark.op_id is None
+        # The last op that counts has left the journal: what came since has changed nothing but the numbers given.
+        has_left = all(entry.item.op_id != (mark and mark.op_id) for entry in entries)
         for entry in entries:
+            if is_new or has_left:
+                self._recall_number(entry)
             if is_new:
                 self._recall(entry)
             is_new = is_new or entry.item.op_id == (mark and mark.op_id)
+
+    def _recall_number(self, entry: JournalEntry) -> None:
+        parts = split_lora_id(entry.item.what or "")
+        if isinstance(entry.request, LoadLoraFleet) and parts is not None:
+            self.give(*parts, entry.request.checksum)
 
     def _recall(self, entry: JournalEntry) -> None:
         request, report = entry.request, entry.report
         parts = split_lora_id(entry.item.what or "")
         if isinstance(request, LoadLoraFleet) and parts is not None:
-            self.give(*parts, request.checksum)
             outcomes = () if report is None else report.outcomes
             # Those whom it was for.
             own = [o for o in outcomes if not (request.where_possible and o.outcome is Outcome.SKIPPED)]

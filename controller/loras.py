@@ -95,6 +95,7 @@ class Loras:
         if problem is not None:
             return problem
         self.book.give(request.name, revision, request.checksum)
+        self._keep()  # a load that fails leaves the journal, and its number stays given
         op = Op(self._bus, self._namespace, request, name)
         held = admission.held(members)
         plan = LoadPlan(

@@ -8,6 +8,7 @@ Requests then name "policy@7", or "policy" for the newest revision.
 """
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.adapter_objects import upload
 from rlbus.bus import Bus
 from rlbus.connecting import open_objects
-from rlbus.errors import ConfigError
+from rlbus.errors import ConfigError, RefusedError, RLBusError
 from rlbus.schemas import (
     MAX_REVISION,
+    FleetView,
     FolderSource,
     ListLoras,
     LoadLoraFleet,
     LoraSource,
+    ObjectSource,
     PauseMode,
     Report,
     Target,
@@ -31,11 +34,15 @@ from rlbus.schemas import (
 )
 from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S
 
+_log = logging.getLogger("rlbus.client")
+
 EVERYBODY = Target()
 # Defaults of deadlines, in seconds: a load (workers fetch hundreds of MiB, engines compile nothing), an unload, a list.
 LOAD_DEADLINE_S = 120.0
 UNLOAD_DEADLINE_S = 30.0
 LIST_DEADLINE_S = 10.0
+# How long a refused load's caller waits for its files to leave the store, in seconds.
+FREE_S = 5.0
 
 
 class LoraVerbs:
@@ -97,7 +104,12 @@ class LoraVerbs:
             evict_idle=evict_idle,
             where_possible=where_possible,
         )
-        return await self._run(request, on_progress, check)
+        try:
+            return await self._run(request, on_progress, check)
+        except RefusedError:
+            if isinstance(source, ObjectSource):
+                await self._free(source.key)
+            raise
 
     async def unload_lora(
         self,
@@ -153,8 +165,28 @@ class LoraVerbs:
         finally:
             objects.close()
         if checksum is not None and checksum != put.checksum:
+            await self._free(put.source.key)
             raise AdapterError(str(folder), f"its checksum is {put.checksum[:12]}, not {checksum[:12]}")
         return put.source, put.checksum
+
+    async def _free(self, key: str) -> None:
+        """Take what we have put for a refused load out of the store, unless the fleet's adapters, or an op that runs,
+        may come from it; then, and where nobody answers, it ends by itself.
+        """
+        objects = open_objects(self.bus, self.namespace)
+        try:
+            async with asyncio.timeout(FREE_S):
+                fleet = await self.status(deadline_s=FREE_S)
+                if fleet.op_id is None and all(getattr(one.source, "key", None) != key for one in fleet.loras):
+                    await objects.delete(key)
+        except (RLBusError, TimeoutError) as exc:
+            _log.warning("object %s isn't deleted, and ends by itself: %s", key, exc)
+        finally:
+            objects.close()
+
+    async def status(self, *, deadline_s: float) -> FleetView:
+        """See `FleetClient.status`. Cancel: see there."""
+        raise NotImplementedError
 
     def _op_id(self, op_id: str | None) -> str:
         raise NotImplementedError

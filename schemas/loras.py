@@ -19,7 +19,7 @@ from rlbus.schemas.ids import Token
 LORA_NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$(?!\n)"
 # Largest revision: JSON numbers above it lose digits.
 MAX_REVISION = 2**53
-# Longest path or key of a source, in characters.
+# Longest path of a source, in characters.
 MAX_PATH_CHARS = 4096
 # Adapters that one worker may have, and so the longest list of them; an engine's own capacity is far below.
 MAX_LORAS = 256
@@ -63,10 +63,12 @@ class FolderSource(Wire, frozen=True, kw_only=True, tag_field="kind", tag="folde
 
 
 class ObjectSource(Wire, frozen=True, kw_only=True, tag_field="kind", tag="object"):
-    """The adapter's files as one object in the bus's object store; `sha256` and `num_bytes` are the object's own."""
+    """The adapter's files as one object in the bus's object store, under the checksum of those files; `sha256` and
+    `num_bytes` are the object's own.
+    """
 
     bucket: Token
-    key: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARS)]
+    key: Sha256
     sha256: Sha256
     num_bytes: Annotated[int, msgspec.Meta(ge=1)]
 

@@ -29,7 +29,7 @@ def adopt(state: WorkerState, past: Noted | None, found: Found, now: float) -> W
     state = replace(state, weights=_weights(state, past, found), owes_flush=found.is_paused or found.is_torn)
     if past is not None:
         # An engine that lists one of them still has these bytes under that name; another one lists none.
-        state = replace(state, known_sums=past.loras)
+        state = replace(state, known_sums=past.loras, found_sums=past.loras)
     if past is not None and found.is_paused and (asleep := frozenset(past.asleep) & state.sleep_tags):
         # A sleep is a hold, without a lease: it stands still until somebody wakes it. Awake, it would generate.
         return replace(state, asleep=asleep)

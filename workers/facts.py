@@ -64,7 +64,9 @@ def _about_adapters(before: WorkerState, after: WorkerState, common: dict[str, A
             found.append(LoraUnloaded(**common, name=name, revision=revision, num_aborted=num_aborted))
     for key, adapter in new.items():
         then = old.get(key)
-        if adapter.was_loaded and (then is None or not then.was_loaded):
+        # One that is first seen as it goes was loaded by an agent before this one.
+        is_found = then is None and adapter.state is LoraState.DRAINING
+        if adapter.checksum is not None and adapter.was_loaded and not (is_found or (then and then.was_loaded)):
             found.append(
                 LoraLoaded(
                     **common,

@@ -301,13 +301,16 @@ def opened(folder: str | None, namespace: str, component: str, instance_id: str)
 
 def noted(state: WorkerState) -> Noted:
     """What of a worker's state is worth keeping."""
+    own = [(*adapter.key, adapter.checksum) for adapter in state.adapters if adapter.checksum is not None]
+    keys = {adapter.key for adapter in state.adapters}
+    found = [known for known in state.found_sums if known[:2] not in keys]
     return Noted(
         term=state.term,
         epoch=state.newest_epoch,
         epoch_term=state.epoch_term,
         weights=state.weights,
         asleep=tuple(sorted(state.maybe_asleep)),
-        loras=tuple(sorted((*adapter.key, adapter.checksum) for adapter in state.adapters)),
+        loras=tuple(sorted([*own, *found])),
     )
 
 

@@ -16,7 +16,7 @@ from rlbus.schemas import Fault, FaultCode, LoadLora, LorasData, LoraSource, Unl
 from rlbus.workers.checks import REFUSALS, fault
 from rlbus.workers.engines.base import Engine
 from rlbus.workers.engines.lora import LoraEngine, Resident
-from rlbus.workers.loras import LoadPlan, adapter_of, find, loras_data, plan_load
+from rlbus.workers.loras import LoadPlan, adapter_of, find, loras_data, plan_load, sum_of
 from rlbus.workers.moves import (
     Action,
     Event,
@@ -84,9 +84,7 @@ async def load(engine: LoraEngine, op_id: str, body: LoadLora, around: Surroundi
             around.apply(LoraBegins(adapter_of(body, None)))
         _see(around, residents)
         return loras_data(around.state, residents)
-    # An agent before this one may have brought what the engine, which outlived it, still reads.
-    in_use = frozenset(a.checksum for a in around.state.adapters).union(r.files for r in residents if r.files)
-    folder = await around.lora_files.bring(body.source, body.checksum, in_use)
+    folder = await around.lora_files.bring(body.source, body.checksum, _in_use(around.state, residents))
     evicted, num_aborted = await _evict(engine, op_id, body.name, plan, around)
     around.apply(LoraBegins(adapter_of(body, plan.replaces), plan.replaces))
     try:
@@ -102,6 +100,14 @@ async def load(engine: LoraEngine, op_id: str, body: LoadLora, around: Surroundi
         raise EngineError(fault(FaultCode.ENGINE_FAILED, f"the engine took {name}, and doesn't list it"))
     hot_swap = plan.replaces is not None
     return loras_data(around.state, residents, hot_swap=hot_swap, evicted=evicted, num_aborted=num_aborted)
+
+
+def _in_use(state: WorkerState, residents: Sequence[Resident]) -> frozenset[str]:
+    """The copies that the engine may read: an agent before this one may have brought them, for an engine that outlived
+    it. Of one that doesn't say where it reads, what that agent has noted tells.
+    """
+    listed = {r.files for r in residents} | {sum_of(state, r) for r in residents}
+    return frozenset(name for name in listed.union(a.checksum for a in state.adapters) if name)
 
 
 async def _evict(
@@ -124,7 +130,8 @@ async def unload(engine: LoraEngine, body: UnloadLora, around: Surroundings) -> 
         await engine.drain_lora(body.name, body.revision)
         resident = find(await engine.list_loras(), body.name, body.revision)
         if resident is not None and resident.num_in_flight and body.drain_s > 0:
-            around.apply(LoraDrains(body.name, body.revision, body.drain_s))
+            known = sum_of(around.state, resident)
+            around.apply(LoraDrains(body.name, body.revision, body.drain_s, known))
             return loras_data(around.state, await _look(engine, around))
     if resident is not None:
         num_aborted = await _unload(engine, body.name, body.revision, around)

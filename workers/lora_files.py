@@ -42,9 +42,10 @@ _PART = "part-"
 class LoraFiles:
     """The copies of one worker. `bring` is called by one mutation at a time.
 
-    With a folder of the configuration they lie below it in one of this worker's own (`who`), and stay; otherwise in a
-    temporary one that goes with this object, or with the process. What killed processes have left of those is removed
-    when the first copy is made. No two workers share a folder, since one doesn't know what the other's engine has.
+    With a folder of the configuration they lie below it in one of this worker's own (`who`), and stay until `drop`;
+    otherwise in a temporary one that goes with this object, or with the process. What killed processes have left of
+    those is removed when the first copy is made. No two workers share a folder, since one doesn't know what the other's
+    engine has.
     """
 
     def __init__(self, config: AgentConfig, bus: Bus, who: str, before: "LoraFiles | None" = None) -> None:
@@ -91,6 +92,16 @@ class LoraFiles:
             message = f"the adapter's files can't be kept in {where} ({exc.strerror or exc}): make room there"
             raise refused(FaultCode.WRONG_STATE, message, path=where) from exc
 
+    def drop(self) -> None:
+        """Remove all of them: the engine's process has ended, and has no successor under this worker's name. Blocks."""
+        folder = self._folder or self._own_folder()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _own_folder(self) -> Path | None:
+        """The one that stays; None: the configuration names no place."""
+        return None if self._config.lora_cache_dir is None else Path(self._config.lora_cache_dir, self._who)
+
     def _copied(self, source: FolderSource, checksum: str, in_use: frozenset[str]) -> Path:
         self._check(source)
         place = self._place(checksum)
@@ -122,8 +133,7 @@ class LoraFiles:
 
     def _place(self, checksum: str) -> Path:
         if self._folder is None:
-            if self._config.lora_cache_dir is not None:
-                folder = Path(self._config.lora_cache_dir) / self._who
+            if (folder := self._own_folder()) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._folder = folder
             else:

@@ -192,8 +192,10 @@ def lora_event(state: WorkerState, event: LoraEvent) -> tuple[WorkerState, tuple
         case LoraGone():
             key = (event.name, event.revision)
             kept = tuple(a for a in state.adapters if a.key != key)
+            found = tuple(k for k in state.found_sums if k[:2] != key)
             gone = AdapterGone(event.name, event.revision, event.num_aborted)
-            return replace(state, adapters=kept, adapter_gone=gone, lora_turn=state.lora_turn + 1), ()
+            turn = state.lora_turn + 1
+            return replace(state, adapters=kept, found_sums=found, adapter_gone=gone, lora_turn=turn), ()
 
 
 def _begins(state: WorkerState, event: LoraBegins) -> WorkerState:
@@ -202,7 +204,7 @@ def _begins(state: WorkerState, event: LoraBegins) -> WorkerState:
     kept = tuple(a for a in state.adapters if a.key != adapter.key)
     known = state.known_sums
     is_new = known_sum(state, *adapter.key) is None
-    if is_new:
+    if is_new and adapter.checksum is not None:
         # Also for one that then fails: it may yet be in the engine.
         known = (*known, (*adapter.key, adapter.checksum))[-MAX_KNOWN:]
     adapters = (*kept, replace(adapter, was_loaded=before.was_loaded, is_new=is_new))
@@ -219,6 +221,10 @@ def _refused(state: WorkerState, name: str, revision: int) -> WorkerState:
 
 
 def _drains(state: WorkerState, event: LoraDrains) -> WorkerState:
+    """Also one that an agent before this one has loaded: this one has to end its drain."""
+    if all(a.key != (event.name, event.revision) for a in state.adapters):
+        found = Adapter(event.name, event.revision, event.checksum, LoraState.DRAINING, was_loaded=True)
+        state = replace(state, adapters=(*state.adapters, found))
     return _changed(
         state, event, lambda a: replace(a, state=LoraState.DRAINING, drain_s=event.drain_s, is_unwanted=False)
     )
@@ -253,7 +259,9 @@ def _seen(state: WorkerState, event: LorasSeen) -> WorkerState:
         drain_s = (0.0 if adapter.drain_s is None else adapter.drain_s) if is_draining else None
         to = LoraState.DRAINING if is_draining else LoraState.LOADED
         seen.append(replace(adapter, state=to, was_loaded=True, is_new=False, drain_s=drain_s))
-    return state if tuple(seen) == state.adapters else replace(state, adapters=tuple(seen))
+    found = tuple(k for k in state.found_sums if find(event.residents, *k[:2]) is not None)
+    is_same = tuple(seen) == state.adapters and found == state.found_sums
+    return state if is_same else replace(state, adapters=tuple(seen), found_sums=found)
 
 
 def is_changing(state: WorkerState) -> bool:

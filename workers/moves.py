@@ -100,11 +100,14 @@ class LoraBegins:
 
 @dataclass(frozen=True, slots=True)
 class LoraDrains:
-    """The engine takes no new requests for this adapter; it is to go when those in flight have ended."""
+    """The engine takes no new requests for this adapter; it is to go when those in flight have ended. `checksum` is
+    what is known of one that an agent before this one has loaded.
+    """
 
     name: str
     revision: int
     drain_s: float
+    checksum: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

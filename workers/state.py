@@ -80,13 +80,14 @@ class Session:
 class Adapter:
     """An adapter that was asked for. `was_loaded` once the engine had it; `drain_s`: for how long it may drain.
 
-    `hot_swap`: it took the place of an older revision. `is_unwanted`: somebody unloaded it, and nobody knows whether a
-    load of it still comes to its end; then it goes.
+    `checksum` None: nobody knows its bytes, an agent before this one has loaded it, and it is to go. `hot_swap`: it
+    took the place of an older revision. `is_unwanted`: somebody unloaded it, and nobody knows whether a load of it
+    still comes to its end; then it goes.
     """
 
     name: str
     revision: int
-    checksum: str
+    checksum: str | None
     state: LoraState
     was_loaded: bool = False
     # The first load of this revision here, whose outcome isn't known yet.
@@ -159,6 +160,8 @@ class WorkerState:
     lora_turn: int = 0
     # (name, revision, checksum) of what the engine was ever told to load, newest last: those names are taken.
     known_sums: tuple[tuple[str, int, str], ...] = ()
+    # The same of what an agent before this one has loaded, as long as the engine, which outlived it, lists them.
+    found_sums: tuple[tuple[str, int, str], ...] = ()
     adapter_gone: AdapterGone | None = None
 
     @property

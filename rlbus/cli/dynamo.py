@@ -130,14 +130,17 @@ class _Adoption:
     async def serve(self) -> ExitCode:
         """Adopt them here."""
         from rlbus.workers.config import AgentConfig
+        from rlbus.workers.dynamo.copies import copies_dir
         from rlbus.workers.dynamo.engine import EngineOptions
         from rlbus.workers.dynamo.run import serve
         from rlbus.workers.dynamo.supervisor import sidecar_state_dir
 
+        state_dir = sidecar_state_dir()
+        copies = copies_dir(state_dir, os.environ)
         await serve(
             self._config(),
             self._where(),
-            config=AgentConfig.from_env(weight_roots=self.roots or None, state_dir=sidecar_state_dir()),
+            config=AgentConfig.from_env(weight_roots=self.roots or None, state_dir=state_dir, lora_cache_dir=copies),
             options=EngineOptions(self.model_dir, self.transfer, max_loras=self.max_loras),
             system=self._system(),
             on_ready=lambda: self._tell(os.getpid()),

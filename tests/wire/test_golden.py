@@ -72,7 +72,7 @@ STATUS = s.WorkerStatus(
     draft=WEIGHTS,
 )
 SHA = "0f" * 32
-OBJECT = s.ObjectSource(bucket="rlbus_loras", key="policy/7", sha256="f0" * 32, num_bytes=4096)
+OBJECT = s.ObjectSource(bucket="rlbus_loras", key="a7" * 32, sha256="f0" * 32, num_bytes=4096)
 TARGET = s.Target(components=("backend",), workers=(s.worker_id("backend", "7"),))
 WHO: dict[str, Any] = {"op_id": "op-1", "component": "backend", "instance_id": "7", "boot_id": "boot-1"}
 ASKED: dict[str, Any] = {"op_id": "op-1", "deadline_s": 12.5, "caller": "trainer-0"}

@@ -260,6 +260,8 @@ class Adoption:
                 await self._run(agent, engine, listed)
             if agent.lost is not None:
                 self._give_up(listed.who, engine)
+                if engine.death is not None:
+                    await asyncio.to_thread(agent.lora_files.drop)
                 raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=agent.lost))
         finally:
             await engine.aclose()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +12,7 @@ from rlbus.connecting import connect_bus
 from rlbus.errors import ConfigError
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.dynamo.adoption import Adopting, Adoption, Discovery, Source, StaticUrl
+from rlbus.workers.dynamo.copies import sweep
 from rlbus.workers.dynamo.engine import EngineOptions
 from rlbus.workers.peer_http import Peer
 from rlbus.workers.supervisor.beats import Beats
@@ -110,6 +112,8 @@ async def serve(
                 on_ready()
                 if beats is not None:
                     beats.ready()
+                if agent.state_dir is not None:
+                    await asyncio.to_thread(sweep, agent.state_dir, time.time())
                 await Adoption(bus, sources, how).run(stopped)
             finally:
                 if beating is not None:

@@ -5,10 +5,8 @@ of `policy` alone the files decide: those of its newest revision here keep that,
 that name `policy` get the newest, so that these files are what they get.
 """
 
-import asyncio
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -32,10 +30,11 @@ from rlbus.workers.preconditions import path_problem
 from rlbus.workers.state import WorkerState
 from rlbus.workers.system.calls import Call, OpError
 from rlbus.workers.system.dynamo_bodies import fields_of, said
+from rlbus.workers.system.summing import Summing
 
 Reply = dict[str, Any]
-# One folder is summed up at a time, whoever asks and however slow its disk is; the agent's own threads stay free.
-_SUMMING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlbus-adapter-sum")
+# Of all the workers in this process.
+_SUMMING = Summing()
 
 
 class Named(NamedTuple):
@@ -93,19 +92,8 @@ async def list_loras(call: Call) -> Reply:
 
 
 async def _unload(call: Call, asked: Named) -> Reply:
-    loaded = sorted(
-        one.revision
-        for one in call.agent.state.adapters
-        if one.name == asked.name and asked.revision in (None, one.revision)
-    )
-    if not loaded:
-        if call.agent.journal.find(call.name) is None:
-            has = sorted(lora_id(one.name, one.revision) for one in call.agent.state.adapters)
-            name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
-            raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}")
-        # A repeat of a call that has ended; the journal answers.
-        known = (revision for name, revision, _ in call.agent.state.known_sums if name == asked.name)
-        loaded = [asked.revision or max(known, default=1)]
+    known = _repeated(call, asked)
+    loaded = await _loaded(call, asked) if known is None else [known]
     for revision in loaded[:-1]:
         await call.do(UnloadLora(name=asked.name, revision=revision), f"r{revision}")
     revision = loaded[-1]
@@ -119,6 +107,42 @@ async def _unload(call: Call, asked: Named) -> Reply:
         "lora_name": name,
         "lora_id": revision,
     }
+
+
+def _repeated(call: Call, asked: Named) -> int | None:
+    """The revision that an op of this call's name was about, which the journal answers; None: there was no such op."""
+    record = call.agent.journal.find(call.name)
+    if record is None:
+        return None
+    state = call.agent.state
+    known = {revision for name, revision, _ in state.known_sums if name == asked.name}
+    if state.adapter_gone is not None and state.adapter_gone.name == asked.name:
+        known.add(state.adapter_gone.revision)
+    bodies = (UnloadLora(name=asked.name, revision=revision) for revision in known)
+    was = next((body.revision for body in bodies if digest_of(body) == record.digest), None)
+    return asked.revision or was or max(known, default=1)
+
+
+async def _loaded(call: Call, asked: Named) -> list[int]:
+    """The revisions that a call is about, oldest first: by the engine's own word, too, as what an agent before this one
+    has loaded is there. Cancel: nothing was done.
+    """
+    own = {(one.name, one.revision) for one in call.agent.state.adapters}
+    if asked.revision is not None and (asked.name, asked.revision) in own:
+        return [asked.revision]  # also where the engine doesn't say what it has
+    listed = (await call.do(GetLoras(), "listed")).data
+    assert isinstance(listed, LorasData)
+    there = own | {(one.name, one.revision) for one in listed.loras if one.revision is not None}
+    found = sorted(revision for name, revision in there if name == asked.name and asked.revision in (None, revision))
+    if found:
+        return found
+    if asked.revision is None and any(one.name == asked.name for one in listed.loras):
+        raise said(
+            f"LoRA adapter '{asked.name}' has no revision: somebody else has loaded it, past rlbus, and unloads it"
+        )
+    has = sorted(lora_id(*each) for each in there)
+    name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
+    raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}")
 
 
 def _named(fields: dict[str, Any]) -> Named:
@@ -165,12 +189,9 @@ async def _checksum(call: Call, path: str) -> str:
         return adapter_sum(Path(path)).checksum
 
     try:
-        async with asyncio.timeout(call.limit_s):
-            return await asyncio.get_running_loop().run_in_executor(_SUMMING, look)
+        return await _SUMMING.run(path, look, call.limit_s)
     except AdapterError as exc:
         raise said(str(exc)) from exc
-    except TimeoutError as exc:
-        raise said(f"reading {path} took longer than {call.limit_s:g} s") from exc
 
 
 async def _loads(call: Call, asked: Named, checksum: str, source: FolderSource) -> LoadLora:

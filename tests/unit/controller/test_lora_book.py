@@ -253,6 +253,19 @@ def test_an_unload_of_other_bytes_alone_leaves_the_fleets_to_be_given(
     assert is_freeing(lora(1), target, before) is is_free
 
 
+def test_a_failed_loads_number_stays_given_when_the_op_that_counted_last_has_left_the_journal() -> None:
+    """Only the newest ops are kept; a number is for ever."""
+    book, again = LoraBook(), LoraBook()
+    book.add(lora(1, op_id="long ago"))
+    again.restore(book.mark(1), [entry(load("op2", B), "policy@2", Outcome.FAILED)])
+    assert again.next_revision("policy", []) == 3
+    problem = again.problem("policy", 2, A)
+    assert problem is not None
+    assert problem.code is FaultCode.REVISION_TAKEN
+    assert again.problem("policy", 2, B) is None
+    assert again.loras == book.loras
+
+
 def listing(*ids: str) -> LorasData:
     pairs = [i.split("@") for i in ids]
     views = tuple(LoraView(name=n, revision=int(r), state=LoraState.LOADED) for n, r in pairs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlbus.controller import journal
 from rlbus.controller.limits import OVERRUN_S
 from rlbus.errors import RefusedError
 from rlbus.schemas import (
@@ -358,3 +359,25 @@ def test_history_says_which_adapter(tmp_path: Path) -> None:
         assert [(i.op, i.what) for i in items] == [("lora_unload", "policy@1"), ("lora_load", "policy@1")]
 
     play(takers(1), scenario)
+
+
+def test_the_number_of_a_failed_load_stays_given_when_the_journal_has_forgotten_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a controller that comes later, which knows what was written down alone."""
+    monkeypatch.setattr(journal, "MAX_ENTRIES", 2)
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        failed = await stage.client.load_lora("policy", folder, check=False)
+        assert failed.status is OpStatus.FAILED
+        for _ in range(3):
+            await stage.client.flush()
+        await asyncio.sleep(1.0)
+        stage.kill(stage.processes[0])
+        await stage.leader()
+        report = await stage.client.load_lora("policy", folder)
+        assert report.lora is not None
+        assert report.lora.ids == ("policy@2",)
+
+    play([taker(1), taker(2, {"load_lora": {1: failing()}})], scenario)

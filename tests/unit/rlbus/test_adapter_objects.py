@@ -42,7 +42,7 @@ def packed(files: list[tuple[str, bytes]], header: bytes | None = None) -> bytes
 
 
 def source_of(data: bytes) -> ObjectSource:
-    return ObjectSource(bucket="test", key="k", sha256=hashlib.sha256(data).hexdigest(), num_bytes=len(data))
+    return ObjectSource(bucket="test", key="5a" * 32, sha256=hashlib.sha256(data).hexdigest(), num_bytes=len(data))
 
 
 GOOD = [(CONFIG_FILE, b"{}"), (WEIGHTS_FILE, b"w" * 100)]

@@ -305,4 +305,4 @@ def test_agent_knows_the_bytes_of_adapters_that_its_predecessor_loaded() -> None
     assert sum_of(state, Resident("policy", 7)) == "a" * 64
     assert sum_of(state, Resident("policy", 8)) is None
     loaded = replace(state, adapters=(Adapter("policy", 8, "b" * 64, LoraState.LOADED),))
-    assert noted(loaded).loras == (("policy", 8, "b" * 64),)
+    assert noted(loaded).loras == (("policy", 7, "a" * 64), ("policy", 8, "b" * 64))

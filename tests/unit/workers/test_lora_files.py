@@ -39,7 +39,7 @@ def folder_source(folder: Path) -> tuple[FolderSource, str]:
 
 def object_source(num_bytes: int = 100) -> ObjectSource:
     """An object in the store."""
-    return ObjectSource(bucket="b", key="policy/1", sha256="0" * 64, num_bytes=num_bytes)
+    return ObjectSource(bucket="b", key="5a" * 32, sha256="0" * 64, num_bytes=num_bytes)
 
 
 def refusal(call: Awaitable[Path]) -> FaultCode:

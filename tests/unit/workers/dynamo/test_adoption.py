@@ -286,6 +286,25 @@ def test_a_silent_process_is_given_up_after_a_while_and_not_at_once(tmp_path: Pa
     play(two_workers(), tmp_path, act)
 
 
+@pytest.mark.parametrize("how", ["the sidecar stops", "the process ends"])
+def test_copies_of_adapters_go_with_the_process_that_reads_them(tmp_path: Path, how: str) -> None:
+    """And not with the sidecar. Its successor has another name."""
+    copies = tmp_path / "copies"
+    of_one = copies / f"{NAMESPACE}.backend.1"
+
+    async def act(stage: Stage) -> None:
+        await stage.until(lambda: len(stage.there) == 2)
+        for path in (of_one, copies / f"{NAMESPACE}.prefill.{2**64 - 1}"):
+            (path / ("a" * 64)).mkdir(parents=True)
+        if how == "the process ends":
+            del stage.dynamo.workers[ONE]
+            await stage.until(lambda: "1" not in stage.there)
+
+    play(two_workers(), tmp_path, act, lora_cache_dir=str(copies))
+    assert of_one.exists() is (how == "the sidecar stops")
+    assert len(list(copies.iterdir())) == (2 if of_one.exists() else 1)
+
+
 def test_a_bug_of_ours_costs_one_worker_and_it_is_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
     """It isn't left on the bus without anybody who looks whether its process is there."""
 

@@ -98,3 +98,17 @@ def test_one_port_for_the_surfaces_of_all_workers_is_refused(how: tuple[str, ...
     done = invoke("--url", "http://a:1", *how, RLBUS_SYSTEM_PORT="8080")
     assert done.exit_code == ExitCode.USAGE
     assert "port of its own" in done.stderr
+
+
+@pytest.mark.parametrize("given", [None, "/shared/copies"])
+def test_copies_of_adapters_lie_where_they_outlive_the_sidecar(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    """Dynamo goes on without it, and reads them again; a folder that the user names counts."""
+    seen: list[Any] = []
+
+    async def serve(bus_config: Any, where: Any, **how: Any) -> None:
+        seen.append(how["config"])
+
+    monkeypatch.setattr(run_module, "serve", serve)
+    done = invoke("--url", "http://a:1", "--no-restart", RLBUS_STATE_DIR="/state", RLBUS_LORA_CACHE_DIR=given)
+    assert done.exit_code == ExitCode.OK, done.output
+    assert seen[0].lora_cache_dir == (given or "/state/lora.copies")

@@ -1,0 +1,75 @@
+"""The bus's store after a load that was refused: nobody would fetch what was put for it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rlbus.adapter import AdapterError, adapter_sum
+from rlbus.connecting import open_objects
+from rlbus.errors import BusyError, RefusedError
+from rlbus.schemas import LoadLora, Target, WorkerId
+from rlbus.workers.engines.fake_script import Step
+from tests.unit.controller.lora_stage import adapter, on_fleet, serving, taker, takers
+from tests.unit.controller.scene import Scene, w
+
+pytestmark = pytest.mark.unit
+
+
+async def is_kept(scene: Scene, folder: Path) -> bool:
+    """Whether the object of this adapter is in the store."""
+    return await open_objects(scene.fleet.client.bus, "test").look(adapter_sum(folder).checksum) is not None
+
+
+def test_a_refused_load_leaves_nothing_in_the_store(tmp_path: Path) -> None:
+    """Whoever refuses it: a taken number, a target that isn't there, its checksum. Another try puts it again."""
+    one, two = adapter(tmp_path / "1", "one"), adapter(tmp_path / "2", "two")
+
+    async def scenario(scene: Scene) -> None:
+        client = scene.fleet.client
+        await client.load_lora("policy", one)
+        for target, revision in ((Target(), 1), (Target(workers=(WorkerId(w(9)),)), 2)):
+            with pytest.raises(RefusedError):
+                await client.load_lora("policy", two, target, revision=revision)
+            assert not await is_kept(scene, two)
+        with pytest.raises(AdapterError, match="its checksum is"):
+            await client.load_lora("policy", two, checksum="0" * 64)
+        assert not await is_kept(scene, two)
+        assert await is_kept(scene, one)
+        await client.load_lora("policy", two)
+        assert serving(scene) == [["policy@1", "policy@2"]]
+
+    on_fleet(takers(1), scenario)
+
+
+def test_a_refused_load_takes_nothing_that_the_fleet_comes_from(tmp_path: Path) -> None:
+    """The same bytes under a number that stands for others: workers that come later are still given them."""
+    one, two = adapter(tmp_path / "1", "one"), adapter(tmp_path / "2", "two")
+
+    async def scenario(scene: Scene) -> None:
+        client = scene.fleet.client
+        await client.load_lora("policy", one)
+        await client.load_lora("policy", two)
+        with pytest.raises(RefusedError, match="stands for other bytes"):
+            await client.load_lora("policy", one, revision=2)
+        assert await is_kept(scene, one)
+
+    on_fleet(takers(1), scenario)
+
+
+def test_a_load_that_is_refused_for_another_takes_nothing_that_it_may_need(tmp_path: Path) -> None:
+    """Two that publish the same bytes at once."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(scene: Scene) -> None:
+        client = scene.fleet.client
+        started = asyncio.Event()
+        scene.at(LoadLora, started.set)
+        loading = asyncio.ensure_future(client.load_lora("policy", folder))
+        await started.wait()
+        with pytest.raises(BusyError):
+            await client.load_lora("judge", folder)
+        assert await is_kept(scene, folder)
+        await loading
+
+    on_fleet([taker(1, {"load_lora": {1: Step(latency_s=5.0)}})], scenario)
