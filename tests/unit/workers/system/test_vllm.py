@@ -126,6 +126,25 @@ def test_a_second_mutation_meanwhile_is_busy_and_worth_a_retry() -> None:
     on_surface(scenario, {"update_native": {1: Step(latency_s=5.0)}})
 
 
+def test_the_successor_of_a_dead_trainer_begins_anew() -> None:
+    """As vLLM's clients do: a pause, which renews the lease of the one before, then init; its update is whole."""
+
+    async def scenario(front: Front) -> None:
+        await begun(front)
+        await ok(front, "/update_weights", {"update_info": {"step": 1}})
+        await asyncio.sleep(300.0)
+        await begun(front)
+        specs = front.rig.engine.tensors
+        names = {"names": [s.name for s in specs], "dtype_names": [s.dtype for s in specs]}
+        info = {**names, "shapes": [s.shape for s in specs], "step": 2}
+        await ok(front, "/update_weights", {"update_info": info})
+        await ok(front, "/finish_weight_update")
+        await ok(front, "/resume")
+        assert front.rig.agent.state.weights.state is WeightsState.CLEAN
+
+    on_surface(scenario)
+
+
 def test_a_failed_update_is_500_and_says_that_the_weights_are_torn() -> None:
     """The worker stays paused; a resume is refused."""
 
