@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rlbus.errors import RLBusError, error_from_fault
-from rlbus.schemas import CommandBody, FaultCode, Result, ResultStatus, is_token, route_of
+from rlbus.schemas import QUERY_ROUTES, CommandBody, FaultCode, Result, ResultStatus, is_token, route_of
 from rlbus.workers.agent import Agent
 from rlbus.workers.entrance import MAX_LIMIT_S, MAX_REQUEST_BYTES
 from rlbus.workers.lifecycle import is_mutation
@@ -34,6 +34,8 @@ DEFAULT_LIMIT_S = 300.0
 DEFAULT_LEASE_S = 600.0
 # Between two looks at whether the worker is at work for somebody else, in seconds: a look costs nothing.
 TURN_S = 0.1
+# What is answered from what is known, changes nothing, and is asked anew each time.
+QUESTIONS = QUERY_ROUTES | {"list_loras"}
 MAX_CALLER_CHARS = 128
 # Less than an op_id may have: the ops of one call that go with the main one have a suffix.
 MAX_OP_ID_CHARS = 48
@@ -148,10 +150,13 @@ class Call:
         return convert(self.json(), as_type)
 
     async def submit(self, body: CommandBody, part: str | None = None) -> Result:
-        """Have the agent do it; the result, whatever it is. The main op has the call's name, any other is a `part`.
+        """Have the agent do it; the result, whatever it is. The main op has the call's name, any other is a `part`; a
+        question is none, and may be asked under the name of an op.
 
         Cancel: the op goes on (`Entrance.submit`).
         """
+        if route_of(body) in QUESTIONS:
+            return await self.submit_anew(body)
         self.has_op = True
         return await self._submit(body, self.name if part is None else f"{self.name}-{part}")
 
