@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -102,7 +103,7 @@ async def _unload(call: Call, asked: Named) -> Reply:
         if call.agent.journal.find(call.name) is None:
             has = sorted(lora_id(one.name, one.revision) for one in call.agent.state.adapters)
             name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
-            raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}")
+            raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}", HTTPStatus.NOT_FOUND)
         # A repeat of a call that has ended; the journal answers.
         known = (revision for name, revision, _ in call.agent.state.known_sums if name == asked.name)
         loaded = [asked.revision or max(known, default=1)]
@@ -168,9 +169,10 @@ async def _checksum(call: Call, path: str) -> str:
         async with asyncio.timeout(call.limit_s):
             return await asyncio.get_running_loop().run_in_executor(_SUMMING, look)
     except AdapterError as exc:
-        raise said(str(exc)) from exc
+        # As vLLM of a folder that isn't there, or not yet: a shared one may lag.
+        raise said(str(exc), HTTPStatus.NOT_FOUND) from exc
     except TimeoutError as exc:
-        raise said(f"reading {path} took longer than {call.limit_s:g} s") from exc
+        raise said(f"reading {path} took longer than {call.limit_s:g} s", HTTPStatus.GATEWAY_TIMEOUT) from exc
 
 
 async def _loads(call: Call, asked: Named, checksum: str, source: FolderSource) -> LoadLora:
