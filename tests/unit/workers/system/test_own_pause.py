@@ -176,7 +176,8 @@ def test_a_pause_that_its_trainer_makes_over_it_is_that_trainers_to_end() -> Non
 def coming_between(front: Front, after: type[Any], statuses: list[ResultStatus]) -> None:
     """Another client's question takes the one place for ops as soon as the first `after` has left it."""
     agent = front.rig.agent
-    apply, asking = agent.apply, []
+    apply = agent.apply
+    asking: list[asyncio.Future[None]] = []
 
     async def ask() -> None:
         result = await agent.entrance.submit(GetChecksums(), caller="http:monitor", limit_s=60.0)
