@@ -13,7 +13,8 @@ from rlbus.schemas.weights import Version
 class InitTransfer(Body, frozen=True, kw_only=True, tag="init_weight_transfer_engine"):
     """Let the engine join the trainer's own group. `info` is a JSON object, with the rank offset of this worker.
 
-    It leaves any group that rlbus had formed.
+    It leaves any group that rlbus had formed. An update that an earlier trainer has left open is given up: torn if
+    anything had come.
     """
 
     info: str

@@ -328,12 +328,13 @@ def _check_finish(state: WorkerState, body: FinishUpdate) -> Fault | None:
 
 
 def _check_init_transfer(state: WorkerState, body: InitTransfer) -> Fault | None:
-    return None if state.session is None else _open_problem(state)
-
-
-def _open_problem(state: WorkerState) -> Fault:
-    assert state.session is not None
-    update = state.session.update_op_id
+    """What an earlier trainer left open is given up, as by a start: with each pause that its successor makes, the lease
+    that would end it is renewed. An update of a controller that has all its bytes isn't: its end is under way.
+    """
+    session = state.session
+    if session is None or not session.is_received:
+        return None
+    update = session.update_op_id
     return fault(FaultCode.BUSY, f"update {update} is open", op_id=update, open=update, retryable=True)
 
 

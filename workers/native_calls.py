@@ -57,6 +57,7 @@ async def perform(
     match body:
         case InitTransfer():
             info = info_of(body.info)
+            await _give_up_open(engine, around)
             around.apply(Started(op_id))
             await native.init_native(info)
         case ShutdownTransfer():

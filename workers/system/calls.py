@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rlbus.errors import RLBusError, error_from_fault
-from rlbus.schemas import CommandBody, FaultCode, Result, ResultStatus, is_token, route_of
+from rlbus.schemas import QUERY_ROUTES, CommandBody, FaultCode, Result, ResultStatus, is_token, route_of
 from rlbus.workers.agent import Agent
 from rlbus.workers.entrance import MAX_LIMIT_S, MAX_REQUEST_BYTES
 from rlbus.workers.lifecycle import is_mutation
@@ -32,6 +32,10 @@ DEFAULT_LIMIT_S = 300.0
 # How long its pause holds unless it says otherwise, in seconds. Longer than an update of a large model takes; one that
 # works for longer renews it by pausing again.
 DEFAULT_LEASE_S = 600.0
+# Between two looks at whether the worker is at work for somebody else, in seconds: a look costs nothing.
+TURN_S = 0.1
+# What is answered from what is known, changes nothing, and is asked anew each time.
+QUESTIONS = QUERY_ROUTES | {"list_loras"}
 MAX_CALLER_CHARS = 128
 # Less than an op_id may have: the ops of one call that go with the main one have a suffix.
 MAX_OP_ID_CHARS = 48
@@ -146,16 +150,28 @@ class Call:
         return convert(self.json(), as_type)
 
     async def submit(self, body: CommandBody, part: str | None = None) -> Result:
-        """Have the agent do it; the result, whatever it is. The main op has the call's name, any other is a `part`.
+        """Have the agent do it; the result, whatever it is. The main op has the call's name, any other is a `part`; a
+        question is none, and may be asked under the name of an op.
 
         Cancel: the op goes on (`Entrance.submit`).
         """
-        used = self.name if part is None else f"{self.name}-{part}"
+        if route_of(body) in QUESTIONS:
+            return await self.submit_anew(body)
         self.has_op = True
+        return await self._submit(body, self.name if part is None else f"{self.name}-{part}")
+
+    async def submit_anew(self, body: CommandBody) -> Result:
+        """The same for what is done again when the call is repeated, whatever came of it before: under its own op_id.
+
+        Cancel: see `submit`.
+        """
+        return await self._submit(body, self.agent.new_op_id())
+
+    async def _submit(self, body: CommandBody, op_id: str) -> Result:
         if is_mutation(body):
-            _log.info("%s asks for %s (op %s)", self.caller, route_of(body), used)
+            _log.info("%s asks for %s (op %s)", self.caller, route_of(body), op_id)
         return await self.agent.entrance.submit(
-            body, caller=self.caller, lease_s=self.lease_s, op_id=used, limit_s=self.limit_s
+            body, caller=self.caller, lease_s=self.lease_s, op_id=op_id, limit_s=self.limit_s
         )
 
     async def do(self, body: CommandBody, part: str | None = None) -> Result:
@@ -168,6 +184,37 @@ class Call:
         if result.status is not ResultStatus.OK:
             raise OpError(result)
         return result
+
+    async def then(self, body: CommandBody, part: str | None = None) -> Result:
+        """The same for what follows on another op of this call. Between the two anybody's op may take the worker's one
+        place: it is waited for, as long as an op of this call may take, since half of a call is worse than a late one.
+
+        Raises:
+            OpError: see `do`. Cancel: see `submit`; what isn't begun is dropped.
+        """
+        until_s = asyncio.get_running_loop().time() + self.limit_s
+        while True:
+            is_late = asyncio.get_running_loop().time() >= until_s
+            result = await self.submit(body, part)
+            if result.status is ResultStatus.OK:
+                return result
+            if is_late or not is_busy(result):
+                raise OpError(result)
+            await self.turn(until_s)
+
+    async def turn(self, until_s: float) -> None:
+        """Wait for the worker to be at nobody's work, until `until_s` of the loop's time. Cancel: leaves nothing."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.0, min(TURN_S, until_s - loop.time())))
+            if self.agent.state.running is None or loop.time() >= until_s:
+                return
+
+
+def is_busy(result: Result) -> bool:
+    """Whether nothing was done because another op runs."""
+    is_refused = result.status is ResultStatus.REFUSED
+    return is_refused and result.fault is not None and result.fault.code is FaultCode.BUSY
 
 
 class OpError(RLBusError):

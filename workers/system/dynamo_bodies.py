@@ -1,5 +1,6 @@
 """The bodies of Dynamo's routes. Strict: an unknown field, or one of another type, is named and nothing is done."""
 
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
@@ -137,9 +138,17 @@ class DestroyGroup(Body, frozen=True):
     engine_rpc: str = ""
 
 
-def said(message: str) -> CallError:
-    """What a handler of Dynamo's says with 200: nothing was done, for this reason."""
-    return CallError(200, "Handler error", message)
+class HandlerError(CallError):
+    """What a handler of Dynamo's says with 200: nothing was done. `meant` is its status on a surface that has any."""
+
+    def __init__(self, message: str, meant: HTTPStatus) -> None:
+        super().__init__(HTTPStatus.OK, "Handler error", message)
+        self.meant = meant
+
+
+def said(message: str, meant: HTTPStatus = HTTPStatus.BAD_REQUEST) -> HandlerError:
+    """See `HandlerError`; by default the request itself is wrong."""
+    return HandlerError(message, meant)
 
 
 def parsed(call: Call, as_type: type[T], without: frozenset[str] = frozenset()) -> T:

@@ -6,27 +6,13 @@ an update like any other: one at a time, op ids, an engine that stands still, to
 """
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
-from rlbus.schemas import WHOLE as WHOLE_STATES
-from rlbus.schemas import (
-    ApplyUpdate,
-    FinishUpdate,
-    FlushCache,
-    InitTransfer,
-    PauseGeneration,
-    PauseMode,
-    PauseView,
-    ResumeGeneration,
-    ShutdownTransfer,
-    StartUpdate,
-    Version,
-)
+from rlbus.schemas import ApplyUpdate, FinishUpdate, FlushCache, InitTransfer, ShutdownTransfer, StartUpdate, Version
 from rlbus.workers.system.calls import Call
 from rlbus.workers.system.dynamo_bodies import (
     STEERING,
@@ -41,8 +27,10 @@ from rlbus.workers.system.dynamo_bodies import (
     parsed,
     said,
 )
+from rlbus.workers.system.own_pause import Do, OwnPause, next_of
 from rlbus.workers.system.versions import Labels, version_of
 
+T = TypeVar("T")
 Reply = dict[str, Any]
 INIT_RPC = "init_weight_transfer_engine"
 DESTROY_RPC = "shutdown_weight_transfer_engine"
@@ -58,14 +46,14 @@ class Lasting:
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
-    async def run(self, work: Coroutine[Any, Any, Reply]) -> Reply:
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises what it raises. Cancel: it goes on."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._on_end)
         return await asyncio.shield(task)
 
-    def _on_end(self, task: asyncio.Task[Reply]) -> None:
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # told to whoever waits, if anybody does; the agent's log has the op's end
@@ -77,8 +65,7 @@ class ForeignSession:
     def __init__(self, labels: Labels, lasting: Lasting) -> None:
         self._labels = labels
         self._lasting = lasting
-        # The pause that an unpaused update began with, as long as that is open.
-        self._made: PauseView | None = None
+        self.pause = OwnPause()
         self.ways: Mapping[str, Callable[[Call, bool, bool], Awaitable[Reply]]] = {
             "start_weight_update": self._start,
             "update_weights": self._update,
@@ -96,50 +83,58 @@ class ForeignSession:
             group = parsed(call, NamedGroup)
             kept = ("master_address", "master_port", "rank_offset", "world_size")
             info = {name: getattr(group, name) for name in kept}
-        await call.do(InitTransfer(info=json.dumps(info)))
+        await self._lasting.run(self._ending(call, InitTransfer(info=json.dumps(info))))
         return {"status": "ok", "message": "Weight update group initialized"}
 
     async def destroy(self, call: Call) -> Reply:
         """Leave it."""
         _check_rpc(fields_of(call), DESTROY_RPC)
         parsed(call, DestroyGroup)
-        await call.do(ShutdownTransfer())
+        await self._lasting.run(self._ending(call, ShutdownTransfer()))
         return {"status": "ok", "message": "Weight update group destroyed"}
+
+    async def _ending(self, call: Call, body: InitTransfer | ShutdownTransfer) -> None:
+        """Do what gives up an open update, and with it its pause."""
+        async with self.pause.step(call):
+            await call.do(body)
 
     async def _start(self, call: Call, allows_unpaused: bool, resets: bool) -> Reply:
         if not parsed(call, Start, without=STEERING).is_checkpoint_format:
             raise said("'is_checkpoint_format' has to be true: tensors come by their checkpoint names")
 
         async def start() -> Reply:
-            made: PauseView | None = None
-            if allows_unpaused and call.agent.state.pause is None:
-                # It holds until the finish, or until its lease ends: then the agent gives the update up.
-                await call.do(PauseGeneration(mode=PauseMode.KEEP, clear_cache=False), "pause")
-                made = call.agent.state.pause
+            # It holds until the finish, or until its lease ends: then the agent gives the update up.
+            is_own = allows_unpaused and await self.pause.make(call)
             try:
-                await call.do(StartUpdate())
+                async with self.pause.kept(call):
+                    await next_of(call)(StartUpdate())
             except Exception:
-                await _go_on(call, made)
+                if is_own:
+                    await self.pause.end(call)
                 raise
-            # A repeat of a start that went well makes none, and leaves it.
-            self._made = made or self._made
             return _done(msgspec.UNSET)
 
         return await self._lasting.run(start())
 
     async def _update(self, call: Call, allows_unpaused: bool, resets: bool) -> Reply:
         body = parsed(call, Update, without=STEERING)
-        await call.do(ApplyUpdate(info=json.dumps(body.update_info)))
-        return _done(msgspec.UNSET)
+
+        async def update() -> Reply:
+            async with self.pause.step(call):
+                await call.do(ApplyUpdate(info=json.dumps(body.update_info)))
+            return _done(msgspec.UNSET)
+
+        return await self._lasting.run(update())
 
     async def _finish(self, call: Call, allows_unpaused: bool, resets: bool) -> Reply:
         label = parsed(call, Finish, without=STEERING).weight_version
         version = _maybe_named(label, call)
 
         async def finish() -> Reply:
-            await self._close(call, label, version, resets)
-            made, self._made = self._made, None
-            await _go_on(call, made)
+            async with self.pause.step(call):
+                await self._close(call, call.do, label, version, resets)
+            # Also for the repeat of one after which the worker didn't go on.
+            await self.pause.end(call)
             return _done(label)
 
         return await self._lasting.run(finish())
@@ -152,50 +147,21 @@ class ForeignSession:
         version = _maybe_named(label, call)
 
         async def update() -> Reply:
-            async with standing_still(call, allows_unpaused):
-                await call.do(StartUpdate(), "start")
-                await call.do(ApplyUpdate(info=json.dumps(info), update_op_id=f"{call.name}-start"), "update")
-                await self._close(call, label, version, resets)
+            async with self.pause.standing_still(call, allows_unpaused) as do:
+                await do(StartUpdate(), "start")
+                await call.then(ApplyUpdate(info=json.dumps(info), update_op_id=f"{call.name}-start"), "update")
+                await self._close(call, call.then, label, version, resets)
             return _done(label)
 
         return await self._lasting.run(update())
 
-    async def _close(self, call: Call, label: Any, version: Version | None, resets: bool) -> None:
-        await call.do(FinishUpdate(version=version))
+    async def _close(self, call: Call, do: Do, label: Any, version: Version | None, resets: bool) -> None:
+        await do(FinishUpdate(version=version))
         if version is not None:
             self._labels.note(version, label)
         if resets:
             # Else the resume does it: an engine never generates on caches of other weights.
-            await call.do(FlushCache(), "flush")
-
-
-@contextlib.asynccontextmanager
-async def standing_still(call: Call, allows_unpaused: bool) -> AsyncIterator[None]:
-    """On a worker that runs, and may be updated so, a pause before and a resume after: nothing generates meanwhile.
-
-    Cancel: the pause ends with its lease.
-    """
-    made: PauseView | None = None
-    if allows_unpaused and call.agent.state.pause is None:
-        await call.do(PauseGeneration(mode=PauseMode.KEEP, clear_cache=False), "pause")
-        made = call.agent.state.pause
-    try:
-        yield
-    finally:
-        # Torn weights stay paused, for whoever heals them.
-        if call.agent.state.weights.state in WHOLE_STATES:
-            await _go_on(call, made)
-
-
-async def _go_on(call: Call, made: PauseView | None) -> None:
-    """Resume from the pause `made` here, unless it is somebody else's by now, or a hold; None: there was none."""
-    state = call.agent.state
-    if made is None or state.pause is None or (state.running and isinstance(state.running.body, PauseGeneration)):
-        # A pause that is being made just now is its owner's; if it fails, the lease of the one made here ends.
-        return
-    known, now = ((p.owner, p.since, p.expires_at is None) for p in (made, state.pause))
-    if known == now:
-        await call.submit(ResumeGeneration(), "resume")
+            await call.then(FlushCache(), "flush")
 
 
 def named(label: Any, call: Call) -> Version:

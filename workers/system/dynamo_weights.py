@@ -13,7 +13,8 @@ import msgspec
 from rlbus.schemas import FlushCache, LoadWeights, SetVersion, Version
 from rlbus.workers.system.calls import Call
 from rlbus.workers.system.dynamo_bodies import STEERING, Empty, FromDisk, FromFolder, SetLabel, fields_of, parsed, said
-from rlbus.workers.system.dynamo_session import WHOLE, ForeignSession, Lasting, Reply, named, standing_still
+from rlbus.workers.system.dynamo_session import WHOLE, ForeignSession, Lasting, Reply, named
+from rlbus.workers.system.own_pause import Do
 from rlbus.workers.system.versions import Labels, next_version
 
 # Carries an update out: (the call, whether it may come unpaused, whether the caches are emptied at once).
@@ -58,7 +59,7 @@ class Weights:
             raise _not_allowed(body.engine_rpc, DISK_RPCS)
         if not body.model_path:
             raise said("Missing 'model_path' in body")
-        load = self._load(call, body.model_path, body.weight_version, body.allow_rollback, resets=True)
+        load = self._load(call, call.do, body.model_path, body.weight_version, body.allow_rollback, resets=True)
         return await self._lasting.run(load)
 
     async def from_distributed(self, call: Call) -> Reply:
@@ -92,20 +93,20 @@ class Weights:
             raise said("Missing 'weight_dir' in body")
 
         async def load() -> Reply:
-            async with standing_still(call, allows_unpaused):
-                return await self._load(call, body.weight_dir, body.weight_version, body.allow_rollback, resets)
+            async with self.session.pause.standing_still(call, allows_unpaused) as do:
+                return await self._load(call, do, body.weight_dir, body.weight_version, body.allow_rollback, resets)
 
         return await self._lasting.run(load())
 
-    async def _load(self, call: Call, path: str, label: Any, allow_rollback: bool, resets: bool) -> Reply:
+    async def _load(self, call: Call, do: Do, path: str, label: Any, allow_rollback: bool, resets: bool) -> Reply:
         is_named = label is not msgspec.UNSET
         version = named(label, call) if is_named else unnamed(call)
-        await call.do(LoadWeights(path=path, version=version, allow_rollback=allow_rollback, is_named=is_named))
+        await do(LoadWeights(path=path, version=version, allow_rollback=allow_rollback, is_named=is_named))
         if is_named:
             self._labels.note(version, label)
         if resets:
             # Else the resume does it: an engine never generates on caches of other weights.
-            await call.do(FlushCache(), "flush")
+            await call.then(FlushCache(), "flush")
         return {"status": "ok", "version": label if is_named else "unknown", "version_declared": is_named}
 
 

@@ -26,7 +26,8 @@ from rlbus.schemas import (
     SleepTag,
     WakeUp,
 )
-from rlbus.workers.system.calls import Call, CallError, Endpoint, OpError
+from rlbus.workers.system.calls import Call, Endpoint, OpError
+from rlbus.workers.system.dynamo_bodies import HandlerError
 from rlbus.workers.system.dynamo_loras import load_lora, unload_lora
 from rlbus.workers.system.vllm_weights import VllmWeights
 from rlbus.workers.system.vllm_words import (
@@ -209,16 +210,13 @@ async def _unload_adapter(call: Call) -> Response:
 
 
 async def _as_dynamo(call: Call, fields: dict[str, Any], handler: Callable[[Call], Awaitable[Any]]) -> None:
-    """Do what Dynamo's route does; its 200 with an error in it is a 400 here."""
+    """Do what Dynamo's route does; its 200 with an error in it has a status of its own here."""
     if "load_lora" not in call.agent.descriptor.routes:
         raise wrong("there are no adapters here", HTTPStatus.NOT_FOUND)
     inner = dataclasses.replace(call, body=msgspec.json.encode(fields), op_id=call.name)
     try:
         await handler(inner)
-    except CallError as exc:
-        if exc.status != HTTPStatus.OK:
-            raise
-        status = HTTPStatus.NOT_FOUND if "not found" in exc.message else HTTPStatus.BAD_REQUEST
-        raise wrong(exc.message, status) from exc
+    except HandlerError as exc:
+        raise wrong(exc.message, exc.meant) from exc
     finally:
         call.has_op = inner.has_op

@@ -178,7 +178,7 @@ class VllmWeights:
 
         async def load() -> Reply:
             await call.do(LoadWeights(path=path, version=version))
-            await call.do(FlushCache(), "flush")
+            await call.then(FlushCache(), "flush")
             return {}
 
         await self._lasting.run(load())

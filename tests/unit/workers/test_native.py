@@ -338,6 +338,72 @@ def test_a_start_gives_up_what_an_earlier_one_left_open() -> None:
     on_worker(scenario)
 
 
+@pytest.mark.parametrize(
+    ("parts", "left"), [(0, (WeightsState.CLEAN, V1)), (1, (WeightsState.DIRTY, None))], ids=["untouched", "touched"]
+)
+def test_the_init_of_a_successor_gives_up_what_a_dead_trainer_left_open(
+    parts: int, left: tuple[WeightsState, Version | None]
+) -> None:
+    """As a start does, and a shutdown: else each pause of the successor would renew the lease that ends it."""
+
+    async def scenario(rig: Rig) -> None:
+        await updated(rig, V1)
+        rig.engine.calls.clear()
+        await begun(rig)
+        for _ in range(parts):
+            await rig.send(brings(2))
+        await rig.send(PauseGeneration(owner="its successor", lease_s=600.0))
+        assert (await rig.send(INIT)).status is ResultStatus.OK
+        assert rig.agent.state.session is None
+        assert not rig.engine.is_native_open
+        assert weights(rig) == left
+        for body in (StartUpdate(), brings_whole(3), FinishUpdate(version=V2), ResumeGeneration()):
+            assert (await rig.send(body)).status is ResultStatus.OK
+        assert weights(rig) == (WeightsState.CLEAN, V2)
+
+    on_worker(scenario)
+
+
+def test_an_init_that_makes_no_sense_gives_nothing_up() -> None:
+    """It is refused before anything changes."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun(rig)
+        await rig.send(brings(1))
+        assert code_of(await rig.send(InitTransfer(info="7"))) is FaultCode.BAD_MESSAGE
+        assert (await rig.send(FinishUpdate(version=V1))).status is ResultStatus.OK
+
+    on_worker(scenario)
+
+
+def test_an_init_leaves_an_update_of_rlbus_that_awaits_its_commit() -> None:
+    """Its controller ends it, or whoever takes over from that one: to give it up would tear the weights."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.until_paused(V1, rig.engine.tensors, "u", 1)
+        await rig.receive(V1, rig.engine.tensors, "u", 1).result()
+        assert code_of(await rig.send(INIT)) is FaultCode.BUSY
+        assert (await rig.commit(V1, "u")).status is ResultStatus.OK
+        assert (await rig.send(INIT)).status is ResultStatus.OK
+
+    on_worker(scenario)
+
+
+def test_an_init_gives_up_a_failed_update_that_the_engine_did_not_close() -> None:
+    """Of whichever kind: nobody goes on with it."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.until_paused(V1, rig.engine.tensors, "u", 1)
+        await rig.receive(V1, rig.engine.tensors, "u", 1).result()
+        assert rig.agent.state.session is not None
+        assert weights(rig)[0] is WeightsState.DIRTY
+        assert (await rig.send(INIT)).status is ResultStatus.OK
+        assert rig.agent.state.session is None
+
+    steps = {"receive_weights": {1: failing(after_parts=1)}, "abort_update": {1: failing()}}
+    on_worker(scenario, steps)
+
+
 def test_a_version_only_grows() -> None:
     """As with every update."""
 

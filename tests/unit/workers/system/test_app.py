@@ -1,6 +1,7 @@
 """The door of a worker's HTTP surface: tokens, bodies, methods, callers that hang up; and what every worker answers."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,7 +9,10 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from rlbus.schemas import FlushCache, PauseGeneration, ResultStatus, Version
+from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step
+from rlbus.workers.engines.lora import LoraInfo
+from rlbus.workers.lora_testing import config_for
 from rlbus.workers.system import app as app_module
 from rlbus.workers.system import calls
 from rlbus.workers.system.app import OWN_SHAPE, Door, make_app
@@ -200,6 +204,22 @@ def test_the_outcome_of_an_op_can_be_asked_for() -> None:
         assert (await front.get("/ops/a.b")).status_code == 400
 
     on_surface(scenario)
+
+
+def test_a_question_is_no_op_whatever_op_its_caller_names(tmp_path: Path) -> None:
+    """A client that sends one header with all it asks gets the outcome of its op, and the list of adapters."""
+
+    async def scenario(front: Front) -> None:
+        assert (await front.post("/engine/flush_cache", {}, x_rlbus_op_id="it")).status_code == 200
+        answer = await front.get("/ops/it", x_rlbus_op_id="it")
+        assert (answer.status_code, answer.json().get("status")) == (200, "ok")
+        assert "x-rlbus-op-id" not in answer.headers
+        assert (await front.get("/ops/other", x_rlbus_op_id="it")).status_code == 404
+        assert (await front.get("/v1/loras", x_rlbus_op_id="it")).json()["status"] == "success"
+        for path in ("/health", "/live", "/metrics", "/status", "/is_paused", "/weight_info"):
+            assert (await front.get(path, x_rlbus_op_id="it")).status_code == 200
+
+    on_surface(scenario, engine=FakeEngine(loras=LoraInfo(4)), config=config_for(tmp_path))
 
 
 # --- bodies, headers and callers, on an endpoint of the test's own

@@ -11,7 +11,7 @@ from rlbus.workers.engines.fake import ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.system.calls import Call
-from rlbus.workers.system.dynamo_session import standing_still
+from rlbus.workers.system.own_pause import OwnPause
 from rlbus.workers.system.testing import Front, on_surface
 
 pytestmark = pytest.mark.unit
@@ -200,14 +200,14 @@ def test_an_unpaused_update_leaves_a_pause_that_somebody_has_taken_over(lease_s:
     async def scenario(front: Front) -> None:
         agent = front.rig.agent
         call = Call(request=Request({"type": "http"}), agent=agent, body=b"", caller="http:trainer")
-        async with standing_still(call, allows_unpaused=True):
+        async with OwnPause().standing_still(call, allows_unpaused=True):
             await front.rig.send(PauseGeneration(owner="ops@host", lease_s=lease_s))
         assert agent.state.pause is not None
         assert agent.state.pause.owner == "ops@host"
         assert "resume" not in front.rig.engine.calls
         await front.rig.send(ResumeGeneration())
         call = Call(request=Request({"type": "http"}), agent=agent, body=b"", caller="http:trainer")
-        async with standing_still(call, allows_unpaused=True):
+        async with OwnPause().standing_still(call, allows_unpaused=True):
             assert agent.state.pause is not None
         assert agent.state.pause is None
 
@@ -220,7 +220,7 @@ def test_an_unpaused_update_leaves_a_pause_that_is_being_made() -> None:
     async def scenario(front: Front) -> None:
         agent = front.rig.agent
         call = Call(request=Request({"type": "http"}), agent=agent, body=b"", caller="http:trainer")
-        async with standing_still(call, allows_unpaused=True):
+        async with OwnPause().standing_still(call, allows_unpaused=True):
             front.rig.post(PauseGeneration(owner="ops@host", lease_s=None))
             await asyncio.sleep(1.0)
         await asyncio.sleep(10.0)

@@ -2,16 +2,22 @@
 
 import asyncio
 import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from rlbus.adapter import WEIGHTS_FILE
 from rlbus.schemas import Fault, FaultCode, Generation, Version, WeightsState
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.fake import ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
+from rlbus.workers.engines.lora import LoraInfo
 from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.lora_testing import config_for, fake_adapter
+from rlbus.workers.system import dynamo_loras
 from rlbus.workers.system.testing import Front, on_surface
 from rlbus.workers.system.vllm import vllm_endpoints
 
@@ -124,6 +130,25 @@ def test_a_second_mutation_meanwhile_is_busy_and_worth_a_retry() -> None:
         assert list(front.rig.engine.calls).count("update_native") == 1
 
     on_surface(scenario, {"update_native": {1: Step(latency_s=5.0)}})
+
+
+def test_the_successor_of_a_dead_trainer_begins_anew() -> None:
+    """As vLLM's clients do: a pause, which renews the lease of the one before, then init; its update is whole."""
+
+    async def scenario(front: Front) -> None:
+        await begun(front)
+        await ok(front, "/update_weights", {"update_info": {"step": 1}})
+        await asyncio.sleep(300.0)
+        await begun(front)
+        specs = front.rig.engine.tensors
+        names = {"names": [s.name for s in specs], "dtype_names": [s.dtype for s in specs]}
+        info = {**names, "shapes": [s.shape for s in specs], "step": 2}
+        await ok(front, "/update_weights", {"update_info": info})
+        await ok(front, "/finish_weight_update")
+        await ok(front, "/resume")
+        assert front.rig.agent.state.weights.state is WeightsState.CLEAN
+
+    on_surface(scenario)
 
 
 def test_a_failed_update_is_500_and_says_that_the_weights_are_torn() -> None:
@@ -321,3 +346,45 @@ def test_info_travels_as_it_is() -> None:
         assert front.rig.engine.native_info == json.loads(json.dumps(info))
 
     on_surface(scenario)
+
+
+# --- adapters
+
+
+def adapter(folder: Path, name: str = "policy") -> dict[str, Any]:
+    """A body of vLLM's load."""
+    return {"lora_name": name, "lora_path": str(folder)}
+
+
+def test_a_folder_that_is_no_adapter_yet_is_404_as_in_vllm(tmp_path: Path) -> None:
+    """A shared folder may lag: prime-rl's client asks again then. What isn't there is named."""
+    root = tmp_path / "root"
+    half = fake_adapter(root / "half", "x")
+    (half / WEIGHTS_FILE).unlink()
+
+    async def scenario(front: Front) -> None:
+        for folder in (root / "none", half, root / ("a" * 300)):
+            assert str(folder) in message(await front.post("/v1/load_lora_adapter", adapter(folder)), 404)
+        assert "adapter root" in message(await front.post("/v1/load_lora_adapter", adapter(tmp_path)), 400)
+        assert "not found" in message(await front.post("/v1/unload_lora_adapter", {"lora_name": "policy"}), 404)
+        # What a caller calls things doesn't decide.
+        strange = await front.post("/v1/load_lora_adapter", adapter(half, "a not found"))
+        assert "use letters" in message(strange, 400)
+
+    on_surface(scenario, engine=FakeEngine(loras=LoraInfo(4)), config=config_for(root))
+
+
+def test_a_folder_that_is_read_for_too_long_is_504(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another try may help; 400 would say that none does."""
+    folder = fake_adapter(tmp_path / "a", "x")
+    goes_on = threading.Event()
+    monkeypatch.setattr(dynamo_loras, "adapter_sum", lambda path: goes_on.wait(60.0))
+
+    async def scenario(front: Front) -> None:
+        try:
+            answer = await front.post("/v1/load_lora_adapter", adapter(folder), x_rlbus_limit_s="5")
+            assert str(folder) in message(answer, 504)
+        finally:
+            goes_on.set()
+
+    on_surface(scenario, engine=FakeEngine(loras=LoraInfo(4)), config=config_for(tmp_path))
