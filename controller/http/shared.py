@@ -37,8 +37,8 @@ class SharedOps:
         """The report of the op `key`; `begin` is called if it doesn't run yet. `key` is all that the request says.
 
         Raises: BusyError: MAX_OPS run already. What `begin` raises.
-        Cancel: the op goes on; unless somebody joins within GRACE_S, or others wait, it is cancelled, and whoever asks then
-            begins another one.
+        Cancel: the op goes on; unless somebody joins within GRACE_S, or others wait, it is cancelled, and whoever asks
+            then begins another one.
         """
         shared = self._ops.get(key)
         if shared is None:
