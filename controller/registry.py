@@ -16,11 +16,9 @@ from rlbus.schemas import (
     WHOLE,
     Announcement,
     Descriptor,
-    FleetView,
     Generation,
     Goodbye,
     Liveness,
-    MemberView,
     Target,
     Version,
     WeightsState,
@@ -337,32 +335,12 @@ class Registry:
             lacks.append("not counted: " + list_names(f"{m.worker} ({self.refusal(m) or 'suspect'})" for m in out))
         return "; ".join(lacks)
 
-    def view(self, now_s: float, *, term: int, epoch: int | None, op_id: str | None) -> FleetView:
-        """The whole fleet as people and clients see it. `epoch` and `op_id` are what the controller holds and runs."""
+    def age_s(self, member: Member, now_s: float) -> float:
+        """Seconds since the member's last sign of life; they stand still while we are disconnected ourselves."""
         now_s = now_s if self._cut_at_s is None else self._cut_at_s
-        return FleetView(
-            namespace=self.namespace,
-            term=term,
-            version=self._version,
-            epoch=epoch,
-            op_id=op_id,
-            members=tuple(self._member_view(m, now_s) for m in self.members()),
-        )
+        return max(0.0, now_s - member.heard_at_s)
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _member_view(self, member: Member, now_s: float) -> MemberView:
-        reason = self.unadmitted(member)
-        return MemberView(
-            worker=member.worker,
-            liveness=member.liveness,
-            admitted=reason is None,
-            descriptor=member.descriptor,
-            status=member.status,
-            boot_id=member.boot_id,
-            age_s=max(0.0, now_s - member.heard_at_s),
-            reason=reason,
-        )
 
     def _is_initial(self, member: Member) -> bool:
         """Whether nobody has updated anything yet, so that what the worker was started with is the fleet's weights."""

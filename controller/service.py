@@ -10,7 +10,6 @@ from rlbus import subjects
 from rlbus._objects import Objects
 from rlbus._transport import Message, Subscription
 from rlbus.bus import Bus
-from rlbus.codec import MAX_MESSAGE_BYTES
 from rlbus.controller import admission
 from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
@@ -23,6 +22,7 @@ from rlbus.controller.hearing import Hearing
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
 from rlbus.controller.lora_desk import LoraDesk
+from rlbus.controller.manifests import Manifests
 from rlbus.controller.op import Op, publish
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.report import has_committed, standing_group, update_report
@@ -32,8 +32,9 @@ from rlbus.controller.transfers import ROUTES, Transfers
 from rlbus.controller.update import UpdateRun
 from rlbus.controller.update_state import Group, Plan
 from rlbus.controller.verbs import FleetVerb
+from rlbus.controller.viewing import Head, Viewing
 from rlbus.controller.waiting import Waiter, WaitingRoom
-from rlbus.errors import DecodeError, RLBusError
+from rlbus.errors import DecodeError
 from rlbus.schemas import (
     AbortFleet,
     CancelOp,
@@ -47,7 +48,6 @@ from rlbus.schemas import (
     GetVersions,
     ListLoras,
     LoadLoraFleet,
-    ManifestPage,
     MutationRequest,
     OpAccepted,
     PauseFleet,
@@ -58,7 +58,6 @@ from rlbus.schemas import (
     ResumeFleet,
     SenderSignal,
     SleepFleet,
-    TensorSpec,
     TensorSum,
     TransferFleet,
     UnloadLoraFleet,
@@ -69,14 +68,11 @@ from rlbus.schemas import (
     WorkerId,
     WorkerMessage,
 )
-from rlbus.transfer.manifest import ManifestBook, pages
 
 _log = logging.getLogger("rlbus.controller")
 
 # How often time is looked at: liveness, waits. Small against the shortest heartbeat interval in use.
 TICK_S = 0.25
-# A page of a manifest stays at half of what one message may have, as rlbus.codec advises.
-PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 # How long a stop may take to undo what runs. Docker and Kubernetes kill after 10 s and 30 s.
 STOP_S = 8.0
 
@@ -133,15 +129,16 @@ class Controller:
         self._bus = bus
         self._line = Line(bus, namespace, self.term, self.registry)
         self._desk = Desk(bus, namespace, journal)
-        self._waiting = WaitingRoom(self.registry, self.view)
+        self._viewing = Viewing(
+            bus, self.registry, self._head, lambda view: self._loras.explain(self._catch_ups.explain(view))
+        )
+        self._waiting = WaitingRoom(self.registry, lambda limit: self._viewing.page(limit))
         self._catch_ups = CatchUps(
             bus, self.registry, self._desk, lambda request: self._begin_verb(request, Message("", b""), CATCH_UP)
         )
         self._transfers = Transfers(self._line, self.registry)
         self._giving_way = GivingWay(bus, self._desk, self._on_control)
-        self._book = ManifestBook()
-        # Pages of the manifest that was used last, cut once.
-        self._pages: tuple[ManifestPage, ...] = ()
+        self._manifests = Manifests()
         self._group: Group | None = None
         self._greeter = Greeter(bus, namespace, self.term)
         self._hearing = Hearing(
@@ -213,14 +210,12 @@ class Controller:
 
     def view(self) -> FleetView:
         """The fleet as it is known now."""
+        return self._viewing.whole()
+
+    def _head(self) -> Head:
         mutation = self._desk.mutation
-        view = self.registry.view(
-            asyncio.get_running_loop().time(),
-            term=self.term,
-            epoch=None if self._group is None else self._group.plan.epoch,
-            op_id=None if mutation is None else mutation.op.op_id,
-        )
-        return self._loras.explain(self._catch_ups.explain(view))
+        epoch = None if self._group is None else self._group.plan.epoch
+        return Head(self.term, epoch, None if mutation is None else mutation.op.op_id)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -258,7 +253,7 @@ class Controller:
             case PutManifestPage():
                 self._put_page(request, message)
             case GetFleet():
-                self._reply(message, self.view())
+                self._reply(message, self._viewing.page(request.limit, request.after))
             case GetHistory():
                 self._tell_history(request, message)
             case CancelOp():
@@ -288,10 +283,9 @@ class Controller:
         self._reply(message, Refusal(op_id=op_id, fault=why))
 
     def _put_page(self, request: PutManifestPage, message: Message) -> None:
-        try:
-            self._book.add(request.page)
-        except RLBusError as exc:
-            self._refuse(message, request.op_id, fault(FaultCode.BAD_MESSAGE, str(exc)))
+        problem = self._manifests.put(request.page)
+        if problem is not None:
+            self._refuse(message, request.op_id, problem)
             return
         self._reply(message, OpAccepted(op_id=request.op_id))
 
@@ -408,7 +402,7 @@ class Controller:
         if self._is_handled(request, message, is_mutation=True):
             return
         members = self._giving_way.without_stuck(self.registry.addressable(request.target), request.target)
-        tensors = self._book.get(request.manifest_digest)
+        tensors = self._manifests.get(request.manifest_digest)
         problem = admission.check_update(self.registry, request, members, tensors)
         if problem is not None:
             self._refuse(message, request.op_id, problem)
@@ -419,7 +413,7 @@ class Controller:
             request,
             members,
             tensors,
-            self._pages_of(request.manifest_digest, tensors),
+            self._manifests.pages_of(request.manifest_digest, tensors),
             self._group,
             self.settings.group_timeout_s,
             self._catch_ups.expected_sums(request),
@@ -473,11 +467,6 @@ class Controller:
         """
         snapshot = self._catch_ups.snapshot
         return self.registry.version == version and (snapshot is None or snapshot.version != version)
-
-    def _pages_of(self, digest: str, tensors: Sequence[TensorSpec]) -> tuple[ManifestPage, ...]:
-        if not self._pages or self._pages[0].digest != digest:
-            self._pages = pages(tensors, PAGE_BYTES)
-        return self._pages
 
     async def _run_update(self, running: Running, plan: Plan) -> Report:
         run = UpdateRun(running.op, self._line, plan)

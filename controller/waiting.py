@@ -22,9 +22,9 @@ class Waiter:
 
 
 class WaitingRoom:
-    """All waits. `view` makes the answer. Called on the loop; never waits itself."""
+    """All waits. `view` makes the answer, of at most so many workers (None: all). Called on the loop; never waits."""
 
-    def __init__(self, registry: Registry, view: Callable[[], FleetView]) -> None:
+    def __init__(self, registry: Registry, view: Callable[[int | None], FleetView]) -> None:
         self._registry = registry
         self._view = view
         self._waiters: dict[str, Waiter] = {}
@@ -60,7 +60,7 @@ class WaitingRoom:
             num_workers = 1 if request.world_size is None and request.num_workers is None else request.num_workers
             missing = self._registry.missing(request.target, world_size=request.world_size, num_workers=num_workers)
             if missing is None:
-                self._end(op_id, self._view())
+                self._end(op_id, self._view(request.limit))
             elif now_s >= op.deadline_s:
                 why = f"the fleet isn't complete after {request.deadline_s:g} s: {missing}"
                 self.refuse(op_id, fault(FaultCode.DEADLINE, why, limit_s=f"{request.deadline_s:g}"))

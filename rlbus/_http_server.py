@@ -53,16 +53,7 @@ class HttpServer:
         Raises: ConfigError: it can't be bound. DeadlineError: it didn't start. Cancel: `aclose` ends what began.
         """
         self._socket = await asyncio.to_thread(_bind, self._host, self._port)
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=int(STOP_S),
-        )
-        self._server = _Server(config)
+        self._server = _Server(config_of(app))
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
         ready = asyncio.ensure_future(self._server.ready.wait())
         try:
@@ -87,6 +78,21 @@ class HttpServer:
         finally:
             if self._socket is not None:
                 self._socket.close()
+
+
+def config_of(app: Any) -> uvicorn.Config:
+    """How an application is served."""
+    return uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        # Or whoever connects from this machine says by X-Forwarded-For who it is, and that is who is audited.
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(STOP_S),
+    )
 
 
 class _Server(uvicorn.Server):

@@ -21,6 +21,7 @@ from rlbus._conversation import (
     show_progress,
     take_back,
 )
+from rlbus._paging import PAGE_WORKERS, AskPage, whole_view
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.errors import BrokenError, ConfigError, DeadlineError
@@ -53,6 +54,7 @@ from rlbus.schemas import (
     Version,
     WaitReady,
     WakeFleet,
+    WorkerId,
 )
 
 EVERYBODY = Target()
@@ -343,10 +345,16 @@ class FleetClient(LoraVerbs):
         return await self._run(request, on_progress, check)
 
     async def status(self, *, deadline_s: float = QUESTION_DEADLINE_S) -> FleetView:
-        """The controller's view of the fleet. Raises: see pause. Cancel: leaves nothing."""
-        return await self._view(
-            GetFleet(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller), None, DEFAULT_PATIENCE
-        )
+        """The controller's view of the fleet, asked for page by page. Raises: see pause. Cancel: leaves nothing."""
+        ask_page = self._pages(deadline_s)
+        return await whole_view(await ask_page(None), ask_page)
+
+    async def glance(self, *, deadline_s: float = QUESTION_DEADLINE_S) -> FleetView:
+        """The same of one worker at most: who leads, the fleet's version, what runs. Costs the same for any fleet.
+
+        Raises: see pause. Cancel: leaves nothing.
+        """
+        return await self._pages(deadline_s, num_workers=1)(None)
 
     async def history(
         self, limit: int = 20, *, of_op_id: str | None = None, deadline_s: float = QUESTION_DEADLINE_S
@@ -388,8 +396,10 @@ class FleetClient(LoraVerbs):
             world_size=world_size,
             num_workers=num_workers,
             target=target,
+            limit=PAGE_WORKERS,
         )
-        return await self._view(request, on_progress, Patience(awaits_controller=True))
+        first = await self._view(request, on_progress, Patience(awaits_controller=True))
+        return await whole_view(first, self._pages(QUESTION_DEADLINE_S))
 
     async def cancel(self, op_id: str, *, deadline_s: float = QUESTION_DEADLINE_S) -> None:
         """Take an op back. It ends like any other failure, and its report goes to who asked for it.
@@ -425,6 +435,22 @@ class FleetClient(LoraVerbs):
         if check:
             raise_for_report(last.report)
         return last.report
+
+    def _pages(self, deadline_s: float, *, num_workers: int = PAGE_WORKERS) -> AskPage:
+        """Asks for pages of the fleet's view, within `deadline_s` for all of them."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + deadline_s
+
+        async def ask_page(after: WorkerId | None) -> FleetView:
+            left_s = min(deadline_s, round(until_s - loop.time(), 3))
+            request = GetFleet(
+                op_id=self.bus.new_id(), deadline_s=left_s, caller=self.caller, limit=num_workers, after=after
+            )
+            if left_s <= 0:
+                raise DeadlineError(op_name(request), deadline_s, f"the fleet's view isn't complete; after {after}")
+            return await self._view(request, None, DEFAULT_PATIENCE)
+
+        return ask_page
 
     async def _view(
         self, request: ControlRequest, on_progress: ProgressHandler | None, patience: Patience

@@ -81,18 +81,27 @@ class GetVersions(Request, frozen=True, kw_only=True, tag="versions"):
 
 
 class GetFleet(Request, frozen=True, kw_only=True, tag="status"):
-    """Ask for the controller's view of the fleet. Answered with `FleetView`."""
+    """Ask for the controller's view of the fleet. Answered with `FleetView`: one page of it, from after `after` on.
+
+    `limit` is how many workers a page may have at most; it has fewer where they wouldn't fit into a message. None: all
+    of them in one message, or a refusal (`too_large`), as who knows no pages expects.
+    """
+
+    limit: int | None = None
+    after: WorkerId | None = None
 
 
 class WaitReady(Request, frozen=True, kw_only=True, tag="wait_ready"):
     """Wait until the live workers' world sizes sum up to `world_size` (and/or there are `num_workers`).
 
-    Answered with `FleetView`, or refused with `deadline` and a message that says who or how many are missing.
+    Answered with `FleetView`, or refused with `deadline` and a message that says who or how many are missing. `limit`
+    is that of the first page, as in `GetFleet`, which asks for the others.
     """
 
     world_size: int | None = None
     num_workers: int | None = None
     target: Target = Target()
+    limit: int | None = None
 
 
 class PutManifestPage(Request, frozen=True, kw_only=True, tag="put_manifest"):
@@ -324,7 +333,10 @@ class MemberView(Wire, frozen=True, kw_only=True):
 
 
 class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
-    """The controller's view of a namespace. `loras` are the adapters that the fleet has."""
+    """The controller's view of a namespace, or a page of it. `loras` are the adapters that the fleet has.
+
+    `next` is the last worker of a page that isn't the last one: ask for what comes after it. `loras` are on the first.
+    """
 
     namespace: Token
     term: int
@@ -333,6 +345,7 @@ class FleetView(Wire, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
     op_id: OpId | None
     members: tuple[MemberView, ...]
     loras: tuple[FleetLora, ...] = ()
+    next: WorkerId | None = None
 
 
 class HistoryItem(Wire, frozen=True, kw_only=True):

@@ -1,8 +1,15 @@
 """Where others reach a server of this machine: never at a wildcard, IPv6 literals in brackets."""
 
 import ipaddress
+import re
 import socket
+from collections.abc import Mapping
 from urllib.parse import urlsplit
+
+from rlbus.errors import ConfigError
+
+# The host that others reach a server of this machine at, where the user knows it better.
+ADVERTISE_HOST = "RLBUS_ADVERTISE_HOST"
 
 # Addresses to listen on that are none to reach.
 WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
@@ -15,6 +22,42 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
+        return False
+
+
+# A part of a host's name. Underscores aren't in the standard (RFC 1123), and in many a name all the same.
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+MAX_HOST_CHARS = 253
+
+
+def advertised_host(environ: Mapping[str, str]) -> str | None:
+    """What the environment says of it. Raises ConfigError: nobody could reach it there."""
+    host = environ.get(ADVERTISE_HOST) or None
+    check_advertised(host)
+    return host
+
+
+def check_advertised(host: str | None) -> None:
+    """Raises ConfigError for what is no host name and no address, an IPv6 one with or without brackets."""
+    if host is None:
+        return
+    try:
+        ipaddress.ip_address(host[1:-1] if host[:1] + host[-1:] == "[]" else host)
+        is_host = "%" not in host  # a zone is of use on one machine only
+    except ValueError:
+        labels = host.removesuffix(".").split(".")
+        is_host = len(host) <= MAX_HOST_CHARS and all(_LABEL.fullmatch(label) and _decodes(label) for label in labels)
+    if not is_host:
+        raise ConfigError(ADVERTISE_HOST, host, "use a host name or an address, without a scheme and a port")
+
+
+def _decodes(label: str) -> bool:
+    """Whether a name's part that says that it is Punycode is. HTTP clients look, and refuse it otherwise."""
+    if not label.lower().startswith("xn--"):
+        return True
+    try:
+        return bool(label.encode("ascii").decode("idna"))
+    except UnicodeError:
         return False
 
 

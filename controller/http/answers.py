@@ -118,6 +118,8 @@ def status_of(exc: RLBusError) -> HTTPStatus:
     match exc:
         case PartialError():
             return _status_of_report(exc.report)
+        case FaultError() if exc.fault.code is FaultCode.TOO_LARGE and not isinstance(exc.__cause__, PartialError):
+            return HTTPStatus.INTERNAL_SERVER_ERROR  # what the controller has to say, not what was sent
         case FaultError():
             return _status_of_fault(exc.fault)
         case UnansweredError():

@@ -26,10 +26,11 @@ from rlbus.controller.http.calls import Calls
 from rlbus.controller.http.config import HttpConfig
 from rlbus.controller.http.fleet import FleetRoutes
 from rlbus.controller.http.guard import Guard
+from rlbus.controller.http.health import Health
 from rlbus.controller.http.loras import cards
 from rlbus.controller.http.probing import Prober
 from rlbus.errors import RLBusError
-from rlbus.schemas import FaultCode, FleetView
+from rlbus.schemas import FleetView
 
 # How long a question to the leader may take, in seconds; of a health check less: it must not wait for a failover.
 QUESTION_S = 10.0
@@ -46,6 +47,7 @@ class ControllerHttp:
         self._calls = Calls(bus, namespace)
         self._client = self._calls.client()
         self._prober = Prober(probes)
+        self._leading = Health(lambda: self._client.glance(deadline_s=HEALTH_S))
         self._created = int(time.time())
         routes = [
             Route("/live", self._live),
@@ -62,7 +64,10 @@ class ControllerHttp:
         try:
             await self._calls.aclose()
         finally:
-            await self._prober.aclose()
+            try:
+                await self._leading.aclose()
+            finally:
+                await self._prober.aclose()
 
     async def _live(self, _request: Request) -> Response:
         """This process runs."""
@@ -70,13 +75,7 @@ class ControllerHttp:
 
     async def _health(self, _request: Request) -> Response:
         """Somebody leads, and answers."""
-        try:
-            await self._client.status(deadline_s=HEALTH_S)
-        except RLBusError as exc:
-            # A view too large for a message is an answer, too.
-            if getattr(exc, "code", None) is not FaultCode.TOO_LARGE:
-                return Response(status_code=503)
-        return Response()
+        return Response(status_code=HTTPStatus.OK if await self._leading.is_well() else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _models(self, request: Request) -> Response:
         """Models and adapters; see `loras.cards`."""

@@ -13,8 +13,8 @@ from rlbus.client import FleetClient
 from rlbus.controller.http import reading
 from rlbus.controller.http.answers import OP_ID, VERSION, BadRequestError, error_of
 from rlbus.controller.http.shared import SharedOps
-from rlbus.errors import DeadlineError, RLBusError, UnansweredError
-from rlbus.schemas import GetFleet, Report, Target
+from rlbus.errors import BusyError, DeadlineError, RLBusError, UnansweredError
+from rlbus.schemas import Fault, FaultCode, GetFleet, Report, Target
 
 # The name of what `FleetClient.status` asks, and some verbs do before they begin.
 QUESTION = str(GetFleet.__struct_config__.tag)
@@ -77,6 +77,9 @@ class Calls:
             await asyncio.wait({joined, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not joined.done():
                 raise BadRequestError("the client went away", None, HTTPStatus.REQUEST_TIMEOUT)
+            if joined.cancelled():  # the op, that is: we aren't, or `wait` would have raised
+                message = "the op is being taken back; ask again"
+                raise BusyError(Fault(code=FaultCode.BUSY, message=message, retryable=True))
             return joined.result()
         except UnansweredError as exc:
             # The same again joins what may have been begun; or only a question was asked until then.

@@ -75,6 +75,8 @@ class Prober:
                     status = answer.status_code
             except TimeoutError:
                 return f"{url} doesn't answer within {PROBE_S:g} s"
-            except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            # Whatever it is, it is that worker's row that shows it: hosts come as workers announce them, and of odd
+            # ones httpx raises more than its own errors (idna's, UnicodeError).
+            except Exception as exc:  # noqa: BLE001
                 return f"{url} doesn't answer: {exc or type(exc).__name__}"
         return None if status < 500 else f"{url} answers with status {status}"

@@ -30,12 +30,15 @@ class SharedOps:
 
     def __init__(self) -> None:
         self._ops: dict[Hashable, _Shared] = {}
+        # Ops that are being taken back, which takes the controller some seconds: nobody joins them any more.
+        self._leaving: set[asyncio.Task[Report]] = set()
 
     async def join(self, key: Hashable, begin: Callable[[], Awaitable[Report]]) -> Report:
         """The report of the op `key`; `begin` is called if it doesn't run yet. `key` is all that the request says.
 
         Raises: BusyError: MAX_OPS run already. What `begin` raises.
-        Cancel: the op goes on; unless somebody joins within GRACE_S, or others wait, it is cancelled.
+        Cancel: the op goes on; unless somebody joins within GRACE_S, or others wait, it is cancelled, and whoever asks
+            then begins another one.
         """
         shared = self._ops.get(key)
         if shared is None:
@@ -49,23 +52,26 @@ class SharedOps:
         finally:
             shared.num_waiting -= 1
             if shared.num_waiting == 0 and not shared.task.done():
-                shared.ending = asyncio.get_running_loop().call_later(GRACE_S, shared.task.cancel)
+                shared.ending = asyncio.get_running_loop().call_later(GRACE_S, self._take_back, key, shared)
 
     async def aclose(self) -> None:
         """Take back what runs. Idempotent. Cancel: what is being taken back is left to the controller."""
         tasks = [shared.task for shared in self._ops.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Those that leave aren't cancelled again: they would leave without having asked for it.
+        await asyncio.gather(*tasks, *self._leaving, return_exceptions=True)
 
     def _begin(self, key: Hashable, begin: Callable[[], Awaitable[Report]]) -> _Shared:
-        if len(self._ops) >= MAX_OPS:
+        if len(self._ops) + len(self._leaving) >= MAX_OPS:
             message = f"{MAX_OPS} ops of HTTP callers run already"
             raise BusyError(Fault(code=FaultCode.BUSY, message=message, retryable=True))
         shared = self._ops[key] = _Shared(asyncio.ensure_future(_awaited(begin)))
 
         def on_done(task: "asyncio.Task[Report]") -> None:
-            self._ops.pop(key, None)
+            if self._ops.get(key) is shared:
+                del self._ops[key]
+            self._leaving.discard(task)
             if shared.ending is not None:
                 shared.ending.cancel()
             if not task.cancelled():
@@ -73,6 +79,11 @@ class SharedOps:
 
         shared.task.add_done_callback(on_done)
         return shared
+
+    def _take_back(self, key: Hashable, shared: _Shared) -> None:
+        del self._ops[key]
+        self._leaving.add(shared.task)
+        shared.task.cancel()
 
 
 async def _awaited(begin: Callable[[], Awaitable[Report]]) -> Report:

@@ -51,6 +51,22 @@ class Summing:
 
     def _look(self, folder: Path) -> str:
         for name in ADAPTER_FILES:  # a pipe, or a device, would keep the thread for ever
-            if not (folder / name).is_file():
-                raise AdapterError(str(folder / name), f"there is no such file here; {self._absent}")
-        return adapter_sum(folder).checksum
+            self._check(folder / name)
+        try:
+            return adapter_sum(folder).checksum
+        except AdapterError as exc:
+            if isinstance(exc.__cause__, OSError):
+                raise self._unseen(exc.path, exc.problem) from exc
+            raise
+
+    def _check(self, file: Path) -> None:
+        """Raises AdapterError: it isn't there, as far as this process can see."""
+        try:
+            if file.is_file():
+                return
+        except OSError as exc:  # a name too long, no permission, a stale mount: all but "not found" is raised
+            raise self._unseen(str(file), exc.strerror or type(exc).__name__) from exc
+        raise self._unseen(str(file), "there is no such file here")
+
+    def _unseen(self, path: str, problem: str) -> AdapterError:
+        return AdapterError(path, f"{problem}; {self._absent}")

@@ -360,7 +360,7 @@ def cancel(
 
     async def work(fleet: FleetClient) -> ExitCode:
         deadline_s = _deadline(deadline, QUESTION_DEADLINE_S)
-        op = op_id or (await fleet.status(deadline_s=deadline_s)).op_id
+        op = op_id or (await fleet.glance(deadline_s=deadline_s)).op_id
         if op is None:
             raise refused(FaultCode.UNKNOWN_OP, "no op runs that changes anything")
         await fleet.cancel(op, deadline_s=deadline_s)

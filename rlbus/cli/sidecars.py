@@ -110,10 +110,11 @@ def worker_vllm_http(
         return
 
     def make() -> "Engine":
+        from rlbus.workers.addresses import advertised_host
         from rlbus.workers.vllm_http.engine import VllmHttpEngine
-        from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST, RUN_DIR
+        from rlbus.workers.vllm_server.attachment import RUN_DIR
 
-        advertise_host, run_dir = os.environ.get(ADVERTISE_HOST) or None, os.environ.get(RUN_DIR) or None
+        advertise_host, run_dir = advertised_host(os.environ), os.environ.get(RUN_DIR) or None
         return VllmHttpEngine(peer, advertise_host=advertise_host, run_dir=run_dir)
 
     if no_restart:
@@ -152,12 +153,11 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], key: 
     """A server and its agent, each a process that is started again."""
 
     async def serve(bus_config: BusConfig, named: "Named") -> int:
-        from rlbus.workers.addresses import local_address_towards
+        from rlbus.workers.addresses import advertised_host, local_address_towards
         from rlbus.workers.vllm_http.supervisor import supervise_pair
-        from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST
         from rlbus.workers.vllm_server.supervisor import is_cpu_build
 
-        advertise_host = os.environ.get(ADVERTISE_HOST) or local_address_towards(bus_config.servers[0])
+        advertise_host = advertised_host(os.environ) or local_address_towards(bus_config.servers[0])
         return await supervise_pair(
             server[0],
             server[1:],

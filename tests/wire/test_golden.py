@@ -210,8 +210,8 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
     ),
     (s.ControlRequest, s.WakeFleet(**ASKED, target=TARGET, tags=(s.SleepTag.KV_CACHE,))),
     (s.ControlRequest, s.GetVersions(**ASKED, target=TARGET)),
-    (s.ControlRequest, s.GetFleet(**ASKED)),
-    (s.ControlRequest, s.WaitReady(**ASKED, world_size=16, num_workers=8, target=TARGET)),
+    (s.ControlRequest, s.GetFleet(**ASKED, limit=250, after=s.worker_id("backend", "7"))),
+    (s.ControlRequest, s.WaitReady(**ASKED, world_size=16, num_workers=8, target=TARGET, limit=250)),
     (s.ControlRequest, s.PutManifestPage(**ASKED, page=PAGE)),
     (
         s.ControlRequest,
@@ -297,6 +297,7 @@ EXAMPLES: tuple[tuple[Any, s.Wire], ...] = (
                 ),
             ),
             loras=(FLEET_LORA,),
+            next=s.worker_id("backend", "7"),
         ),
     ),
     (s.WorkerEvent, s.GenerationPaused(**EVENT, mode="keep", owner="op-1", expires_at=1700000030.5)),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbus.errors import ConfigError
-from rlbus.workers.addresses import is_loopback
+from rlbus.workers.addresses import ADVERTISE_HOST, check_advertised, is_loopback
 
 DEFAULT_HOST = "127.0.0.1"
 # No surface at all.
@@ -25,7 +25,7 @@ ENV_NAMES = {
     "host": "RLBUS_SYSTEM_HOST",
     "port": "RLBUS_SYSTEM_PORT",
     "token": "RLBUS_SYSTEM_TOKEN",
-    "advertise_host": "RLBUS_ADVERTISE_HOST",
+    "advertise_host": ADVERTISE_HOST,
 }
 
 
@@ -46,6 +46,7 @@ class SystemConfig:
         if not NO_PORT <= self.port <= MAX_PORT:
             raise ConfigError("system_port", self.port, f"use 0 for a free one, {NO_PORT} for none, or a port")
         check_token(self.token)
+        check_advertised(self.advertise_host)
         if self.is_on and self.token is None and not is_loopback(self.host):
             raise ConfigError(
                 "system_host", self.host, f"others can reach it; set a token in {ENV_NAMES['token']}, or use 127.0.0.1"

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from rlbus.config import ENV_NAMES, BusConfig
 from rlbus.errors import ConfigError
+from rlbus.workers.addresses import advertised_host
 from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_env
 from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, stop_signal
 from rlbus.workers.vllm_http.supervisor import LOST, Pair, agent_command, kept_port, run_pair
-from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST, RUN_DIR
+from rlbus.workers.vllm_server.attachment import RUN_DIR
 from rlbus.workers.vllm_server.command import DEFAULT_TRANSFER, HOST, PLUGIN, option_value, small_machine_env
 
 # Names the binary, for vLLM and for us.
@@ -148,7 +149,7 @@ async def supervise_pair(
             verbosity=verbosity,
             environ=os.environ,
             run_dir=run_dir,
-            advertise_host=os.environ.get(ADVERTISE_HOST) or advertise_host,
+            advertise_host=advertised_host(os.environ) or advertise_host,
             is_small=is_small,
         )
         async with stop_signal() as stopped, Farewells(bus_config, named.identity) as farewells:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rlbus.config import ENV_NAMES, BusConfig
 from rlbus.errors import ConfigError
+from rlbus.workers.addresses import ADVERTISE_HOST
 from rlbus.workers.config import ENV_NAMES as WORKER_NAMES
 from rlbus.workers.peer_http import WILDCARDS
 from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_env
@@ -27,7 +28,7 @@ from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, keep_running, stop_signal
 from rlbus.workers.supervisor.worker import Build, own_command
-from rlbus.workers.vllm_server.attachment import ADVERTISE_HOST, RUN_DIR
+from rlbus.workers.vllm_server.attachment import RUN_DIR
 from rlbus.workers.vllm_server.command import HOST, option_value, server_command, small_machine_env
 
 _log = logging.getLogger("rlbus.workers")

@@ -16,7 +16,7 @@ from typing import Any
 from rlbus._http_server import base_url
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
-from rlbus.workers.addresses import reachable_host
+from rlbus.workers.addresses import advertised_host, reachable_host
 from rlbus.workers.config import AgentConfig, Identity
 from rlbus.workers.ledger import opened
 from rlbus.workers.supervisor.beats import Beats
@@ -36,8 +36,6 @@ DEATH_POLL_S = 0.5
 # How long the agent may take to stop. Source: AgentConfig.drain_s, release and undo of what still runs.
 STOP_S = 20.0
 
-# This server's address for clients; by default the one it listens on, or that from which it reaches the bus.
-ADVERTISE_HOST = "RLBUS_ADVERTISE_HOST"
 # Parent of the private folder through which engine processes answer.
 RUN_DIR = "RLBUS_RUN_DIR"
 # Set by `rlbus worker vllm` in the environment of the server that it supervises.
@@ -72,7 +70,7 @@ class WorkerEnv:
             bus=BusConfig.from_env(environ=environ),
             identity=Identity.from_env(environ=environ),
             agent=AgentConfig.from_env(environ=environ),
-            advertise_host=environ.get(ADVERTISE_HOST) or None,
+            advertise_host=advertised_host(environ),
             run_dir=environ.get(RUN_DIR) or None,
             is_supervised=environ.get(SUPERVISED) == "1",
             token=token_of(environ),

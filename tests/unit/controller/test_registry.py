@@ -349,14 +349,6 @@ def test_the_missing_are_named_and_counted() -> None:
     assert named == "1 of 2 workers are there; missing backend/3 (never seen); there: backend/2 (4)"
 
 
-def test_the_view_shows_liveness_admission_and_age() -> None:
-    """What `rlbus status` prints."""
-    registry = fleet(announcement("backend/1", epoch=4))
-    view = registry.view(2.0, term=9, epoch=None, op_id="op")
-    (member,) = view.members
-    assert (view.term, view.op_id, member.admitted, member.age_s, registry.max_epoch) == (9, "op", True, 2.0, 4)
-
-
 def test_what_an_answer_showed_counts_until_the_next_announcement() -> None:
     """Only for the boot that answered."""
     registry = fleet(announcement("backend/1"))

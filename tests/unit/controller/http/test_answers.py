@@ -5,7 +5,14 @@ from http import HTTPStatus
 import pytest
 
 from rlbus.controller.http.answers import error_of
-from rlbus.errors import DeadlineError, PartialError, RLBusError, UnansweredError, error_from_fault
+from rlbus.errors import (
+    DeadlineError,
+    PartialError,
+    PayloadTooLargeError,
+    RLBusError,
+    UnansweredError,
+    error_from_fault,
+)
 from rlbus.schemas import Fault, FaultCode, OpStatus, Outcome, Report, WorkerId, WorkerOutcome
 
 pytestmark = pytest.mark.unit
@@ -62,3 +69,13 @@ def test_what_waiting_does_not_end_is_never_answered_as_if_it_did(exc: RLBusErro
     for later in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR):
         answer = error_of(exc, "load", later=later)
         assert (answer.status_code, answer.headers.get("retry-after")) == (status, None)
+
+
+def test_an_answer_of_the_controllers_that_is_too_large_is_no_fault_of_the_request() -> None:
+    """Least of all of a GET, which sends nothing; a report's own cause, and a body that doesn't fit on, stay 413."""
+    assert error_of(fault_of(FaultCode.TOO_LARGE), "list the models").status_code == 500
+    assert error_of(ended(FaultCode.TOO_LARGE, Outcome.REFUSED), "load").status_code == 413
+    refused = fault_of(FaultCode.TOO_LARGE)
+    refused.__cause__ = ended(FaultCode.TOO_LARGE, Outcome.REFUSED)
+    assert error_of(refused, "load").status_code == 413
+    assert error_of(PayloadTooLargeError("message", 2, 1), "update the weights").status_code == 413

@@ -3,9 +3,12 @@
 import asyncio
 
 import httpx
+import msgspec
 import pytest
 
+from rlbus import subjects
 from rlbus.controller.http.app import ControllerHttp
+from rlbus.schemas import Announcement
 from rlbus.testing import MemoryBroker
 from rlbus.workers.engines.fake import FakeEngine
 from tests.unit.controller.http.side import http_side, over_http
@@ -99,6 +102,26 @@ def test_a_worker_that_falls_silent_gets_an_error() -> None:
         assert left["instance_id"] == 1
 
     over_http([worker(1), worker(2)], check)
+
+
+def test_one_workers_odd_address_is_an_error_in_its_own_row() -> None:
+    """It announces itself, so nobody has checked what it calls its address."""
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        one = scene.fleet.workers[0].agent
+        odd = msgspec.structs.replace(one.descriptor, instance_id="99", system_url="http://xn--gpu_1:8000")
+        status = one.status()
+        said = Announcement(boot_id="b" * 32, seq=1, interval_s=5.0, descriptor=odd, status=status)
+        scene.fleet.client.bus.publish(subjects.worker("test", odd.component, "99"), said)
+        await asyncio.sleep(1)
+        answer = await client.get("/v1/rl/workers")
+        assert answer.status_code == 200
+        first, second = answer.json()["workers"]
+        assert "error" not in first
+        assert (second["instance_id"], second["routes"]) == (99, [])
+        assert "xn--gpu_1" in second["error"]
+
+    over_http([worker(1)], check)
 
 
 def test_models_are_those_of_admitted_workers() -> None:

@@ -68,6 +68,22 @@ def test_each_address_is_told_how_it_answers() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("host", ["xn--gpu_1", "a" * 70, "a..b", "ß" * 64, "\u2488"])
+def test_an_address_that_no_client_can_ask_is_told_as_one_that_does_not_answer(host: str) -> None:
+    """Whatever the client makes of it: the other workers' rows have nothing to do with it."""
+
+    async def main() -> None:
+        prober = Prober(Answers())
+        odd = f"http://{host}:8000"
+        found = await prober.probe([odd, "http://well"])
+        assert found["http://well"] is None
+        problem = found[odd]
+        assert problem is None or problem.startswith(f"{odd} doesn't answer: ")
+        await prober.aclose()
+
+    run(main())
+
+
 def test_many_who_ask_cost_one_probe_each() -> None:
     """And a fresh answer none at all."""
 

@@ -68,6 +68,70 @@ def test_an_op_that_nobody_waits_for_is_taken_back() -> None:
     run(main())
 
 
+def test_who_asks_again_while_the_op_is_taken_back_begins_a_new_one() -> None:
+    """Taking it back takes the controller some seconds; what is left of it is still ended at the close."""
+
+    async def main() -> None:
+        ops = SharedOps()
+        begun: list[str] = []
+
+        async def op() -> Report:
+            begun.append("begun")
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                await asyncio.sleep(5)
+                begun.append("taken back")
+                raise
+            return REPORT
+
+        waiting = asyncio.ensure_future(ops.join("a", op))
+        await asyncio.sleep(1)
+        waiting.cancel()
+        await asyncio.sleep(GRACE_S + 1)
+        again = asyncio.ensure_future(ops.join("a", op))
+        await asyncio.sleep(5)
+        assert begun == ["begun", "begun", "taken back"]
+        joined = asyncio.ensure_future(ops.join("a", op))  # the second is still there, though the first has gone
+        assert await again is REPORT
+        assert await joined is REPORT
+        assert len(begun) == 3
+        left = asyncio.ensure_future(ops.join("b", op))
+        await asyncio.sleep(1)
+        left.cancel()
+        await asyncio.sleep(GRACE_S + 1)
+        await ops.aclose()
+        assert begun[3:] == ["begun", "taken back"]
+
+    run(main())
+
+
+def test_ops_that_are_taken_back_count_until_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that hang up must not begin more than the bound."""
+    monkeypatch.setattr(shared, "MAX_OPS", 1)
+
+    async def main() -> None:
+        ops = SharedOps()
+
+        async def op() -> Report:
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(5)
+            return REPORT
+
+        waiting = asyncio.ensure_future(ops.join("a", op))
+        await asyncio.sleep(1)
+        waiting.cancel()
+        await asyncio.sleep(GRACE_S + 1)
+        with pytest.raises(BusyError):
+            await ops.join("a", op)
+        await asyncio.sleep(5)
+        assert await ops.join("a", op) is REPORT
+
+    run(main())
+
+
 def test_other_requests_have_ops_of_their_own_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it they are told to come later."""
     monkeypatch.setattr(shared, "MAX_OPS", 2)

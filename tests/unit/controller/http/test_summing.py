@@ -1,5 +1,7 @@
 """Folders that a shared disk may never give back."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.controller.http import summing
+from rlbus.controller.http.loras import CHECKSUM_HEADER
 from rlbus.controller.http.summing import Summing
 from rlbus.errors import BusyError, DeadlineError
 from rlbus.testing import run
@@ -106,6 +109,40 @@ def test_a_folder_that_is_not_there_is_named_and_can_be_asked_for_again(tmp_path
             await sums.sum_of(tmp_path / "late", LEFT_S)
         folder = adapter(tmp_path / "late")
         assert await sums.sum_of(folder, LEFT_S) == adapter_sum(folder).checksum
+
+    with_sums(scenario)
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 300, "/" + "x/" * 3000])
+def test_a_path_that_can_not_be_looked_at_is_as_one_that_is_not_there(path: str) -> None:
+    """With the reason, and what to do about it; by any of the routes."""
+
+    async def check(client: httpx.AsyncClient, scene: Scene) -> None:
+        for route in ("/load_lora_adapter", "/v1/load_lora_adapter"):
+            answer = await client.post(route, json={"lora_name": "policy", "lora_path": path})
+            status, message = code_of(answer)
+            assert (status, "name too long" in message.lower()) == (404, True)
+            assert CHECKSUM_HEADER in message
+
+    over_http(takers(1), check)
+
+
+def test_a_folder_that_may_not_be_read_is_as_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers may see it, as other users."""
+    folder = adapter(tmp_path / "secret")
+
+    def refuse(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    async def scenario(sums: Summing) -> None:
+        for of, name in ((Path, "is_file"), (os, "open")):  # the folder, or a file in it
+            with monkeypatch.context() as patched:
+                patched.setattr(of, name, refuse)
+                for _ in range(2):  # nor is it taken for one that is still being read
+                    with pytest.raises(AdapterError, match=r"adapter_config.json: Permission denied; send it"):
+                        await sums.sum_of(folder, LEFT_S)
 
     with_sums(scenario)
 

@@ -72,3 +72,21 @@ def test_an_address_is_announced_as_it_is() -> None:
     """Unless the user knows better."""
     assert reachable_host("10.0.0.1", None, "nats://127.0.0.1:4222") == "10.0.0.1"
     assert reachable_host("10.0.0.1", "me", "nats://127.0.0.1:4222") == "me"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["http://me", "me:8000", "a b", "me/x", "a..b", "xn--gpu_1", "a" * 64, "-", "[::1", "m\u00fcller", "::1%eth0"],
+)
+def test_a_host_that_nobody_could_reach_it_at_is_refused(host: str) -> None:
+    """Before it is announced to a whole fleet."""
+    with pytest.raises(ConfigError, match="RLBUS_ADVERTISE_HOST"):
+        SystemConfig(advertise_host=host)
+
+
+@pytest.mark.parametrize(
+    "host", ["me", "gpu-3.example.org", "my_box.", "10.0.0.1", "::1", "[fd00::1]", "xn--mller-kva"]
+)
+def test_a_host_is_a_name_or_an_address(host: str) -> None:
+    """Underscores, too, as Docker has them; IPv6 with or without brackets."""
+    assert SystemConfig(advertise_host=host).advertise_host == host

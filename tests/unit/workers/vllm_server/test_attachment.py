@@ -66,7 +66,9 @@ def test_without_a_url_the_server_stays_off_the_bus() -> None:
     assert WorkerEnv.parse({}) is None
 
 
-@pytest.mark.parametrize("name", ["RLBUS_INSTANCE_ID", "RLBUS_COMPONENT", "RLBUS_NAMESPACE", "RLBUS_WEIGHT_ROOTS"])
+@pytest.mark.parametrize(
+    "name", ["RLBUS_INSTANCE_ID", "RLBUS_COMPONENT", "RLBUS_NAMESPACE", "RLBUS_WEIGHT_ROOTS", "RLBUS_ADVERTISE_HOST"]
+)
 def test_wrong_setting_is_refused_when_the_server_starts(name: str) -> None:
     """Better than a server that isn't where somebody expects it."""
     with pytest.raises(ConfigError):

@@ -1,0 +1,30 @@
+"""What the HTTP servers of workers and controllers tell their applications."""
+
+from typing import Any
+
+import pytest
+
+from rlbus._http_server import config_of
+from rlbus.testing import run
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_peer_is_who_it_is_whatever_its_headers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address goes into events, history and the owner of a pause: nobody on this machine may choose another's."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+
+    async def main() -> None:
+        seen: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.append((scope["client"], scope["scheme"]))
+
+        config = config_of(app)
+        config.load()
+        headers = [(b"x-forwarded-for", b"10.9.9.9"), (b"x-forwarded-proto", b"https")]
+        scope = {"type": "http", "client": ("127.0.0.1", 1234), "scheme": "http", "headers": headers}
+        await config.loaded_app(scope, None, None)
+        assert seen == [(("127.0.0.1", 1234), "http")]
+
+    run(main())
