@@ -7,7 +7,6 @@ that name `policy` get the newest, so that these files are what they get.
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,19 +95,6 @@ async def list_loras(call: Call) -> Reply:
 async def _unload(call: Call, asked: Named) -> Reply:
     known = _repeated(call, asked)
     loaded = await _loaded(call, asked) if known is None else [known]
-    loaded = sorted(
-        one.revision
-        for one in call.agent.state.adapters
-        if one.name == asked.name and asked.revision in (None, one.revision)
-    )
-    if not loaded:
-        if call.agent.journal.find(call.name) is None:
-            has = sorted(lora_id(one.name, one.revision) for one in call.agent.state.adapters)
-            name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
-            raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}", HTTPStatus.NOT_FOUND)
-        # A repeat of a call that has ended; the journal answers.
-        known = (revision for name, revision, _ in call.agent.state.known_sums if name == asked.name)
-        loaded = [asked.revision or max(known, default=1)]
     for revision in loaded[:-1]:
         await call.do(UnloadLora(name=asked.name, revision=revision), f"r{revision}")
     revision = loaded[-1]
@@ -157,7 +143,7 @@ async def _loaded(call: Call, asked: Named) -> list[int]:
         )
     has = sorted(lora_id(*each) for each in there)
     name = asked.name if asked.revision is None else lora_id(asked.name, asked.revision)
-    raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}")
+    raise said(f"LoRA adapter '{name}' not found. Available LoRAs: {has}", HTTPStatus.NOT_FOUND)
 
 
 def _named(fields: dict[str, Any]) -> Named:
@@ -206,11 +192,8 @@ async def _checksum(call: Call, path: str) -> str:
     try:
         return await _SUMMING.run(path, look, call.limit_s)
     except AdapterError as exc:
-        raise said(str(exc)) from exc
         # As vLLM of a folder that isn't there, or not yet: a shared one may lag.
         raise said(str(exc), HTTPStatus.NOT_FOUND) from exc
-    except TimeoutError as exc:
-        raise said(f"reading {path} took longer than {call.limit_s:g} s", HTTPStatus.GATEWAY_TIMEOUT) from exc
 
 
 async def _loads(call: Call, asked: Named, checksum: str, source: FolderSource) -> LoadLora:

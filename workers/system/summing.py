@@ -38,7 +38,7 @@ class Summing:
             async with asyncio.timeout(limit_s):
                 return await self._run(path, look)
         except TimeoutError as exc:
-            raise said(f"reading {path} took longer than {limit_s:g} s") from exc
+            raise said(f"reading {path} took longer than {limit_s:g} s", HTTPStatus.GATEWAY_TIMEOUT) from exc
 
     async def _run(self, path: str, look: Callable[[], str]) -> str:
         loop = asyncio.get_running_loop()
