@@ -96,7 +96,8 @@ def _checked(state: LoadState, answers: Any) -> Decision:
         has, drains = Has.YES if had else Has.NO, view is not None and view.state is LoraState.DRAINING
         before = loaded_ids(data)
         state = _change(state, [worker], data=data, before=before, had=had, has=has, was_draining=drains)
-    if state.causes and (not plan.is_catch_up or not _lacking(state)):
+    # What one worker refuses costs the others of a catch-up nothing; whatever stops it stops it before its load.
+    if state.causes and (state.stop is not None or not plan.is_catch_up or not _lacking(state)):
         return replace(state, stage=Stage.DONE, failed_in=Stage.CHECK), Done()
     to_pause = tuple(w for w in plan.workers if w not in plan.held)
     if not _lacking(state) or plan.is_hot_swap or plan.is_catch_up or not to_pause:
