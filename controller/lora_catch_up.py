@@ -126,14 +126,15 @@ class LoraCatchUps:
         new = Attempt(now_s + SETTLE_S)
         self._attempts = {lack: self._attempts.get(lack, new) for lacks in lacking.values() for lack in lacks}
         for lora_key, lacks_of in lacking.items():
-            due = tuple(x for x in lacks_of if self._attempts[x].next_s <= now_s and self._is_free(x[0]))[:MAX_AT_ONCE]
+            due = [x for x in lacks_of if self._attempts[x].next_s <= now_s and self._is_free(x[0])]
             lora = next(one for one in self._book.loras if lora_id(one.name, one.revision) == lora_key)
-            foreign = [x for x in due if (m := self._registry.get(x[0])) is not None and is_foreign(lora, m)]
+            foreign = {x for x in due if (m := self._registry.get(x[0])) is not None and is_foreign(lora, m)}
             for lack in foreign:  # no op would change that, and each would push another one out of the history
                 self._attempts[lack] = Attempt(now_s + LOOK_S, why=FOREIGN)
-            due = tuple(x for x in due if x not in foreign)
-            if due:
-                self._give(lora, due, now_s)
+            # Those above are due at every look: only who is left takes a place.
+            given = tuple(x for x in due if x not in foreign)[:MAX_AT_ONCE]
+            if given:
+                self._give(lora, given, now_s)
                 return
 
     def explain(self, view: FleetView) -> FleetView:
