@@ -173,9 +173,8 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
             if problem := problem_with(state, body):
                 return state, (Refuse(problem),)
             return replace(state, queued=mutation), (Run(takes_back=state.running.op_id),)
-        if state.running.is_own:
-            state = replace(state, refused_at=event.now)
-        return state, (Refuse(busy_with(state.running)),)
+        refused_at = event.now if state.running.is_own else state.refused_at
+        return replace(state, refused_at=refused_at), (Refuse(busy_with(state.running)),)
     if problem := problem_with(state, body) or _manifest_problem(event) or event.outside:
         return state, (Refuse(problem),)
     prepared = state.prepared
