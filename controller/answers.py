@@ -40,6 +40,13 @@ class StepAnswer:
             return False
         return self.fault.code is FaultCode.BUSY and "open" not in self.fault.detail
 
+    @property
+    def is_housekeeping(self) -> bool:
+        """Whether what runs there is the worker's own: an adapter that has drained goes, a lease has ended. Nobody
+        sent it, so nobody can be told to wait for it.
+        """
+        return self.is_busy and self.fault is not None and "own" in self.fault.detail
+
 
 def answer_of(gathered: Gathered) -> StepAnswer:
     """The answer in what a fan-out gathered for one worker."""

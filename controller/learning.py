@@ -7,6 +7,7 @@ must see what that op did. The worker's next announcement replaces what is writt
 import msgspec
 
 from rlbus.schemas import (
+    SHORT_SUM_CHARS,
     CommandBody,
     CommitWeights,
     DestroyGroup,
@@ -19,6 +20,7 @@ from rlbus.schemas import (
     LoadWeights,
     LorasData,
     LoraState,
+    LorasView,
     PauseGeneration,
     PauseView,
     ReceiveWeights,
@@ -75,11 +77,21 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
             weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
             return change(status, weights=weights)
         case LoadLora() | UnloadLora() | GetLoras() if isinstance(result.data, LorasData) and status.loras is not None:
-            loaded = [v for v in result.data.loras if v.revision is not None and v.state is LoraState.LOADED]
-            ids = tuple(sorted(lora_id(v.name, v.revision) for v in loaded if v.revision is not None))
-            num_draining = sum(v.state is LoraState.DRAINING for v in result.data.loras)
-            return change(status, loras=change(status.loras, ids=ids, num_draining=num_draining))
+            return change(status, loras=_listed(status.loras, result.data))
         case Sleep() | WakeUp() if isinstance(result.data, SleepData):
             return change(status, asleep=result.data.asleep)
         case _:
             return status
+
+
+def _listed(before: LorasView, data: LorasData) -> LorasView:
+    """The view of an engine's adapters after its list; with checksums if its agent tells them at all."""
+    loaded = {
+        lora_id(v.name, v.revision): (v.checksum or "")[:SHORT_SUM_CHARS]
+        for v in data.loras
+        if v.revision is not None and v.state is LoraState.LOADED
+    }
+    ids = tuple(sorted(loaded))
+    sums = tuple(loaded[i] for i in ids) if len(before.sums) == len(before.ids) else ()
+    num_draining = sum(v.state is LoraState.DRAINING for v in data.loras)
+    return msgspec.structs.replace(before, ids=ids, sums=sums, num_draining=num_draining)

@@ -21,6 +21,9 @@ ENDING_STEP_S = 5.0
 # Before a worker that is busy (still ending what nobody wants any more) is asked again, and before anything is tried
 # again while we are disconnected.
 RETRY_S = 0.5
+# How long a step waits for a worker that does something of its own, in seconds. Source: rlbus.workers.leases.OWN_OP_S,
+# which bounds that, and what its agent may need to let go of an engine that hangs in it.
+HOUSEKEEPING_S = 40.0
 # How many steps can follow when the budget is used up: what an update needs after a commit that somebody hung in
 # (flush, resume, abort, settle, free, leave, keep). A load of an adapter needs fewer: by then it gives nothing back.
 MAX_LAST_STEPS = 7
@@ -53,3 +56,9 @@ def limits_until(until_s: float, now_s: float, *, stall_s: float | None = None, 
     left_s = max(until_s - now_s, MIN_LIMIT_S)
     ack_s = min(ACK_S, left_s if is_ending else max(MIN_LIMIT_S, ACK_PART * left_s))
     return Limits(ack_s=ack_s, stall_s=left_s if stall_s is None else min(stall_s, left_s), deadline_s=left_s)
+
+
+def within(limits: Limits, left_s: float) -> Limits:
+    """The same for a part of a step that has only `left_s`."""
+    left_s = max(left_s, MIN_LIMIT_S)
+    return Limits(min(limits.ack_s, left_s), min(limits.stall_s, left_s), min(limits.deadline_s, left_s))

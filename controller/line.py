@@ -1,10 +1,13 @@
 """The controller's line to the workers: fan-outs under its term, with what the registry knows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from rlbus.bus import Bus
 from rlbus.controller.answers import StepAnswer, answer_of
 from rlbus.controller.learning import status_after
+from rlbus.controller.limits import within
+from rlbus.controller.patience import Patience
 from rlbus.controller.registry import Registry
 from rlbus.fanout import Gathered, Limits, Losses, fanout
 from rlbus.schemas import QUERY_ROUTES, CommandBody, WorkerAnswer, WorkerId, route_of
@@ -30,33 +33,49 @@ class Line:
         on_answer: Callable[[WorkerId, WorkerAnswer], None] | None = None,
         on_outcome: Callable[[WorkerId, StepAnswer], None] | None = None,
     ) -> dict[WorkerId, StepAnswer]:
-        """One command to `workers`; one answer each. Raises and Cancel: as `rlbus.fanout.fanout`.
+        """One command to `workers`; one answer each. Who does something of its own then is asked again for a while
+        (`patience`). Raises and Cancel: as `rlbus.fanout.fanout`.
 
         Mutations always carry the list of who is meant: a worker that we don't know yet must not be paused by a
         broadcast that nobody would undo on it.
         """
-
-        def tell(gathered: Gathered) -> None:
-            self._learn(body, gathered)
-            if on_outcome is not None:
-                on_outcome(gathered.worker, answer_of(gathered))
-
+        answers: dict[WorkerId, StepAnswer] = {}
         everybody = self.registry.num_in_components() if route_of(body) in QUERY_ROUTES else None
-        gathered = await fanout(
-            self.bus,
-            self.namespace,
-            body,
-            members=workers,
-            op_id=op_id,
-            term=self.term,
-            limits=limits,
-            everybody=everybody,
-            boots={w: m.boot_id for w in workers if (m := self.registry.get(w)) is not None},
-            lost=self.losses,
-            on_answer=on_answer,
-            on_outcome=tell,
-        )
-        return {worker: answer_of(one) for worker, one in gathered.items()}
+
+        def tell(worker: WorkerId, answer: StepAnswer) -> None:
+            answers[worker] = answer
+            if on_outcome is not None:
+                on_outcome(worker, answer)
+
+        def take(gathered: Gathered) -> None:
+            self._learn(body, gathered)
+            answer = answer_of(gathered)
+            if not patience.takes(gathered.worker, answer):
+                tell(gathered.worker, answer)
+
+        def fan_out(asked: Sequence[WorkerId], limits: Limits) -> Coroutine[Any, Any, object]:
+            return fanout(
+                self.bus,
+                self.namespace,
+                body,
+                members=asked,
+                op_id=op_id,
+                term=self.term,
+                limits=limits,
+                everybody=everybody,
+                boots={w: m.boot_id for w in asked if (m := self.registry.get(w)) is not None},
+                lost=self.losses,
+                on_answer=on_answer,
+                on_outcome=take,
+            )
+
+        patience = Patience(limits.deadline_s, lambda asked, left_s: fan_out(asked, within(limits, left_s)), tell)
+        try:
+            await fan_out(workers, limits)
+            await patience.end()
+        finally:
+            await patience.aclose()
+        return {worker: answers[worker] for worker in dict.fromkeys(workers)}
 
     def _learn(self, body: CommandBody, gathered: Gathered) -> None:
         member, result = self.registry.get(gathered.worker), gathered.result

@@ -8,7 +8,7 @@ waits, and shown in the fleet's view until it is there.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +18,7 @@ from rlbus.controller.catch_up import FIRST_RETRY_S, MAX_AT_ONCE, MAX_RETRY_S, S
 from rlbus.controller.catching_up import CALLER, LOOK_S, RELOAD_DEADLINE_S
 from rlbus.controller.desk import Desk
 from rlbus.controller.lora_book import LoraBook, should_have
+from rlbus.controller.lora_lists import LoraLists, tells_of
 from rlbus.controller.op_ids import derive
 from rlbus.controller.registry import Member, Registry
 from rlbus.schemas import (
@@ -28,6 +29,7 @@ from rlbus.schemas import (
     FleetView,
     Generation,
     Liveness,
+    Liveness,
     LoadLoraFleet,
     LoraBehind,
     LorasView,
@@ -35,14 +37,13 @@ from rlbus.schemas import (
     Outcome,
     Report,
     Target,
+    UnloadLoraFleet,
     WorkerId,
     lora_id,
 )
 
 _log = logging.getLogger("rlbus.controller")
 
-# Adapters that a worker's status names at most; beyond it only its own list tells. Source: rlbus.workers.loras.
-MAX_STATUS_IDS = 64
 # Why a worker isn't given what it has under the same name.
 FOREIGN = "it has one of that name whose bytes aren't known to be the fleet's: unload it there"
 # (worker, its boot, id of the adapter).
@@ -58,30 +59,37 @@ class Attempt:
     why: str | None = None
 
 
-def lacks(lora: FleetLora, member: Member, registry: Registry) -> bool:
-    """Whether this worker should have the adapter, is awake, can be addressed, and doesn't have it. Pure."""
+def lacks(lora: FleetLora, member: Member, registry: Registry, own: Mapping[str, str] | None = None) -> bool:
+    """Whether this worker should have the adapter, is awake, can be addressed, and doesn't have it. Pure.
+
+    `own` is its own list (`lora_lists`), which counts where its status doesn't tell; None: it hasn't said.
+    """
     loras = member.status.loras
     if not should_have(lora, member.worker) or member.status.asleep:
         return False
     if loras is None or "load_lora" not in member.descriptor.routes or member.liveness is not Liveness.ALIVE:
         return False
-    return not _has(loras, lora) and registry.refusal(member) is None
+    return not _has(loras, lora, own) and registry.refusal(member) is None
 
 
-def _has(loras: LorasView, lora: FleetLora) -> bool:
-    """Whether a worker's status says that it has the adapter, and not only its name: from the fleet's bytes."""
-    key = lora_id(lora.name, lora.revision)
+def _has(loras: LorasView, lora: FleetLora, own: Mapping[str, str] | None) -> bool:
+    """Whether a worker says that it has the adapter, and not only its name: from the fleet's bytes."""
+    key, checksum = lora_id(lora.name, lora.revision), lora.checksum[:SHORT_SUM_CHARS]
+    if not tells_of(loras, key):
+        return own is None or own.get(key) == checksum
     if key not in loras.ids:
-        return len(loras.ids) >= MAX_STATUS_IDS
+        return False
     if len(loras.sums) != len(loras.ids):
         return True  # an agent before there were sums: its own list tells, when it is asked
-    return loras.sums[loras.ids.index(key)] == lora.checksum[:SHORT_SUM_CHARS]
+    return loras.sums[loras.ids.index(key)] == checksum
 
 
-def is_foreign(lora: FleetLora, member: Member) -> bool:
+def is_foreign(lora: FleetLora, member: Member, own: Mapping[str, str] | None = None) -> bool:
     """Whether a worker that lacks it has one of that name, from other bytes or from such as nobody knows. Pure."""
-    loras = member.status.loras
-    return loras is not None and lora_id(lora.name, lora.revision) in loras.ids
+    loras, key = member.status.loras, lora_id(lora.name, lora.revision)
+    if loras is None:
+        return False
+    return key in loras.ids or (not tells_of(loras, key) and own is not None and key in own)
 
 
 def failed(attempt: Attempt, why: str, now_s: float) -> Attempt:
@@ -99,12 +107,16 @@ class LoraCatchUps:
         registry: Registry,
         desk: Desk,
         book: LoraBook,
+        lists: LoraLists,
         begin: Callable[[LoadLoraFleet], Fault | None],
     ) -> None:
         self._bus = bus
         self._registry = registry
         self._desk = desk
         self._book = book
+        self._lists = lists
+        # The last op that the book counted when we looked.
+        self._op_id = book.op_id
         self._begin = begin
         self._attempts: dict[Lack, Attempt] = {}
         # The running one: its op, and what it is to end.
@@ -113,6 +125,7 @@ class LoraCatchUps:
 
     def tick(self, now_s: float) -> None:
         """See how the running one goes on, or begin one. Called several times a second."""
+        self._watch_ops()
         if self._current is not None:
             self._check(*self._current, now_s)
             return
@@ -122,18 +135,20 @@ class LoraCatchUps:
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
+        self._lists.refresh(m for m in self._registry.members() if self._hides_some(m))
         lacking = self._lacking()
         new = Attempt(now_s + SETTLE_S)
         self._attempts = {lack: self._attempts.get(lack, new) for lacks in lacking.values() for lack in lacks}
         for lora_key, lacks_of in lacking.items():
-            due = tuple(x for x in lacks_of if self._attempts[x].next_s <= now_s and self._is_free(x[0]))[:MAX_AT_ONCE]
             lora = next(one for one in self._book.loras if lora_id(one.name, one.revision) == lora_key)
-            foreign = [x for x in due if (m := self._registry.get(x[0])) is not None and is_foreign(lora, m)]
+            due = [x for x in lacks_of if self._attempts[x].next_s <= now_s and self._is_ready(x[0], lora_key)]
+            foreign = {x for x in due if self._is_foreign(x[0], lora)}
             for lack in foreign:  # no op would change that, and each would push another one out of the history
                 self._attempts[lack] = Attempt(now_s + LOOK_S, why=FOREIGN)
-            due = tuple(x for x in due if x not in foreign)
-            if due:
-                self._give(lora, due, now_s)
+            # Those above are due at every look: only who is left takes a place.
+            given = tuple(x for x in due if x not in foreign)[:MAX_AT_ONCE]
+            if given:
+                self._give(lora, given, now_s)
                 return
 
     def explain(self, view: FleetView) -> FleetView:
@@ -149,12 +164,41 @@ class LoraCatchUps:
         found: dict[str, tuple[Lack, ...]] = {}
         for lora in self._book.loras:
             key = lora_id(lora.name, lora.revision)
-            found[key] = tuple((m.worker, m.boot_id, key) for m in members if lacks(lora, m, self._registry))
+            found[key] = tuple((m.worker, m.boot_id, key) for m in members if self._lacks(lora, m))
         return found
 
-    def _is_free(self, worker: WorkerId) -> bool:
+    def _lacks(self, lora: FleetLora, member: Member) -> bool:
+        return lacks(lora, member, self._registry, self._lists.sums_of(member))
+
+    def _is_foreign(self, worker: WorkerId, lora: FleetLora) -> bool:
         member = self._registry.get(worker)
-        return member is not None and member.status.op_id is None and member.status.generation is not Generation.UNKNOWN
+        return member is not None and is_foreign(lora, member, self._lists.sums_of(member))
+
+    def _is_ready(self, worker: WorkerId, key: str) -> bool:
+        """Whether nothing runs on it, and what it says of this adapter is of now."""
+        member = self._registry.get(worker)
+        if member is None or member.status.op_id is not None or member.status.generation is Generation.UNKNOWN:
+            return False
+        loras = member.status.loras
+        return (loras is not None and tells_of(loras, key)) or self._lists.is_new(member)
+
+    def _hides_some(self, member: Member) -> bool:
+        """Whether its status doesn't tell of all that it should have."""
+        loras = member.status.loras
+        if loras is None or member.liveness is not Liveness.ALIVE or "list_loras" not in member.descriptor.routes:
+            return False
+        return any(
+            not tells_of(loras, lora_id(lora.name, lora.revision)) and should_have(lora, member.worker)
+            for lora in self._book.loras
+        )
+
+    def _watch_ops(self) -> None:
+        """Lists that were read before an op about adapters don't count any more."""
+        mutation = self._desk.mutation
+        is_running = mutation is not None and isinstance(mutation.op.request, LoadLoraFleet | UnloadLoraFleet)
+        if is_running or self._current is not None or self._op_id != self._book.op_id:
+            self._op_id = self._book.op_id
+            self._lists.changed()
 
     def _give(self, lora: FleetLora, due: tuple[Lack, ...], now_s: float) -> None:
         op_id = derive(self._bus.new_id(), CALLER)
@@ -203,10 +247,11 @@ class LoraCatchUps:
         behind = tuple(
             LoraBehind(id=lora_id(lora.name, lora.revision), note=self._note(member, lora, now_s))
             for lora in self._book.loras
-            if lacks(lora, member, self._registry)
+            if self._lacks(lora, member)
         )
-        # Meanwhile an op may be about to give it to the others, or to take it away.
-        extra = () if self._desk.mutation is not None else self._book.extra(view.worker, view.status)
+        # Meanwhile an op may be about to give it to the others, or to take it away; and who is silent serves nobody.
+        is_settled = self._desk.mutation is None and member.liveness is Liveness.ALIVE
+        extra = self._book.extra(view.worker, view.status) if is_settled else ()
         return msgspec.structs.replace(view, loras_behind=behind, loras_extra=extra) if behind or extra else view
 
     def _note(self, member: Member, lora: FleetLora, now_s: float) -> str:

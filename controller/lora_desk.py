@@ -6,6 +6,7 @@ from rlbus.controller.desk import Desk
 from rlbus.controller.frontend import Frontend
 from rlbus.controller.line import Line
 from rlbus.controller.lora_catch_up import LoraCatchUps
+from rlbus.controller.lora_lists import LoraLists
 from rlbus.controller.lora_takeover import LoraTakeOver
 from rlbus.controller.loras import Loras
 from rlbus.controller.op import Op
@@ -31,9 +32,12 @@ class LoraDesk:
     ) -> None:
         self._line = line
         self._loras = Loras(bus, line, desk, frontend=frontend, succession=succession, objects=objects)
-        self._catch_ups = LoraCatchUps(
-            bus, line.registry, desk, self._loras.book, lambda request: self._loras.load(request, None, CATCH_UP)
-        )
+        self._lists = LoraLists(line)
+
+        def begin(request: LoadLoraFleet) -> Fault | None:
+            return self._loras.load(request, None, CATCH_UP)
+
+        self._catch_ups = LoraCatchUps(bus, line.registry, desk, self._loras.book, self._lists, begin)
         if succession is not None:
             succession.settle_lora = self._settle
 
@@ -54,6 +58,10 @@ class LoraDesk:
     def explain(self, view: FleetView) -> FleetView:
         """The view, with the fleet's adapters and who lacks which."""
         return self._catch_ups.explain(view)
+
+    async def aclose(self) -> None:
+        """Ask nobody any more; ops are the desk's to end. Cancel: leaves nothing."""
+        await self._lists.aclose()
 
     async def _settle(self, op: Op, entry: JournalEntry) -> Report:
         return await LoraTakeOver(op, self._line, self._line.registry, entry, self._loras).settle()

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from rlbus.controller.answers import StepAnswer
 from rlbus.controller.causes import fault
 from rlbus.controller.lora_state import (
@@ -91,9 +93,11 @@ def _checked(state: LoadState, answers: Any) -> Decision:
         if problem is not None:
             state = _blame(state, worker, StepAnswer(Outcome.REFUSED, problem))
         had = view is not None and shows(data, plan.name, plan.revision, plan.checksum)
-        has = Has.YES if had else Has.NO
-        state = _change(state, [worker], data=data, before=loaded_ids(data), had=had, has=has)
-    if state.causes and (not plan.is_catch_up or not _lacking(state)):
+        has, drains = Has.YES if had else Has.NO, view is not None and view.state is LoraState.DRAINING
+        before = loaded_ids(data)
+        state = _change(state, [worker], data=data, before=before, had=had, has=has, was_draining=drains)
+    # What one worker refuses costs the others of a catch-up nothing; whatever stops it stops it before its load.
+    if state.causes and (state.stop is not None or not plan.is_catch_up or not _lacking(state)):
         return replace(state, stage=Stage.DONE, failed_in=Stage.CHECK), Done()
     to_pause = tuple(w for w in plan.workers if w not in plan.held)
     if not _lacking(state) or plan.is_hot_swap or plan.is_catch_up or not to_pause:
@@ -253,28 +257,48 @@ def _undo(state: LoadState) -> Decision:
     state = replace(state, failed_in=str(state.stage if state.stage is not Stage.SETTLE else Stage.LOAD))
     kept = (Has.NO, Has.YES) if plan.is_catch_up else (Has.NO,)
     to_unload = tuple(w for w, s in state.seats.items() if s.has not in kept and not s.had)
-    if not to_unload:
-        return _resume(state)
-    body = UnloadLora(name=plan.name, revision=plan.revision, drain_s=0.0)
-    ask = Ask("undo", Stage.UNLOAD, body, to_unload, is_final=True, until_free=True)
-    return replace(state, stage=Stage.UNLOAD), ask
+    return _unload(replace(state, to_unload=to_unload))
+
+
+def _unload(state: LoadState) -> Decision:
+    """Those at once where nobody can be at work with it; then those where requests in flight are to end by themselves:
+    a hot swap has moved them to it, or it was draining before, so they were promised their time.
+    """
+    plan = state.plan
+    drained = tuple(w for w in state.to_unload if plan.is_hot_swap or state.seats[w].was_draining)
+    at_once = tuple(w for w in state.to_unload if w not in drained)
+    if not state.to_unload:
+        return _give_back(state)
+    body, step = UnloadLora(name=plan.name, revision=plan.revision, drain_s=0.0), str(Stage.UNLOAD)
+    if not at_once:
+        body, step = UnloadLora(name=plan.name, revision=plan.revision), f"{Stage.UNLOAD}-drain"
+    ask = Ask("undo", step, body, at_once or drained, is_final=True, until_free=True)
+    return replace(state, stage=Stage.UNLOAD, to_unload=drained if at_once else ()), ask
 
 
 def _unloaded(state: LoadState, answers: Any) -> Decision:
-    lost: dict[str, list[WorkerId]] = {}
     for worker, answer in answers.items():
         if not answer.is_ok:
             state = _blame(state, worker, answer, "undo")
             continue
-        state = _change(state, [worker], has=Has.NO)
-        now = loaded_ids(answer.data) if isinstance(answer.data, LorasData) else state.seats[worker].before
-        for gone in sorted(state.seats[worker].before - now - {state.plan.id}):
-            lost.setdefault(gone, []).append(worker)
+        data = answer.data if isinstance(answer.data, LorasData) else state.seats[worker].data
+        state = _change(state, [worker], has=Has.NO, data=data)
+    return _unload(state)
+
+
+def _give_back(state: LoadState) -> Decision:
+    """What had to go for it, wherever it isn't any more: also where it never was, since its engine failed after it had
+    made room.
+    """
+    lost: dict[str, list[WorkerId]] = {}
+    for worker, seat in state.seats.items():
+        if seat.data is not None and seat.was_touched and seat.has is Has.NO:
+            for gone in sorted(seat.before - loaded_ids(seat.data) - {state.plan.id}):
+                lost.setdefault(gone, []).append(worker)
     known = {i: tuple(workers) for i, workers in sorted(lost.items()) if i in state.plan.kept}
     for gone in sorted(set(lost) - set(known)):
         message = f"{gone} had to go for {state.plan.id}, and nobody knows where it came from: load it again"
-        for worker in lost[gone]:
-            state = _blame(state, worker, StepAnswer(Outcome.FAILED, fault(FaultCode.WRONG_STATE, message)), "undo")
+        state = _without(state, lost[gone], fault(FaultCode.WRONG_STATE, message))
     return _restore(replace(state, to_restore=tuple(known.items())))
 
 
@@ -290,22 +314,24 @@ def _restore(state: LoadState) -> Decision:
     parts = split_lora_id(gone)
     assert parts is not None
     ask = Ask("undo", f"{Stage.RESTORE}-{len(rest)}", body, workers, is_final=True, until_free=True)
-    return replace(state, stage=Stage.RESTORE, to_restore=rest), ask
+    return replace(state, stage=Stage.RESTORE, to_restore=rest, restoring=gone), ask
 
 
 def _left_to_catch_up(state: LoadState) -> LoadState:
     """An engine that hung has used up the time. A worker that stays paused is worse than one that lacks an adapter."""
     for gone, workers in state.to_restore:
         message = f"{gone} had to go for {state.plan.id}, and there was no time to give it back: a catch-up does"
-        for worker in workers:
-            state = _blame(state, worker, StepAnswer(Outcome.FAILED, fault(FaultCode.DEADLINE, message)), "undo")
+        state = _without(state, workers, fault(FaultCode.DEADLINE, message))
     return replace(state, to_restore=())
 
 
 def _restored(state: LoadState, answers: Any) -> Decision:
     for worker, answer in answers.items():
-        if not answer.is_ok:
-            state = _blame(state, worker, answer, "undo")
+        if answer.is_ok:
+            continue
+        assert answer.fault is not None
+        text = f"{state.restoring} had to go for {state.plan.id}, and a catch-up gives it back: {answer.fault.message}"
+        state = _without(state, [worker], msgspec.structs.replace(answer.fault, message=text))
     return _restore(state)
 
 
@@ -360,6 +386,17 @@ def _blame(state: LoadState, worker: WorkerId, answer: StepAnswer, phase: str | 
     if phase is not None and outcome is Outcome.REFUSED:  # something of this op is left on it
         outcome = Outcome.FAILED
     return _change(state, [worker], blame=Blame(outcome, str(state.stage) if phase is None else phase, why))
+
+
+def _without(state: LoadState, workers: Iterable[WorkerId], why: Fault) -> LoadState:
+    """They lack what they had before, besides whatever went wrong on them first."""
+    for worker in workers:
+        first = state.seats[worker].blame
+        both = why
+        if first is not None:
+            both = msgspec.structs.replace(first.fault, message=f"{first.fault.message}; {why.message}")
+        state = _change(state, [worker], blame=Blame(Outcome.FAILED, "undo" if first is None else first.phase, both))
+    return state
 
 
 def _of(state: LoadState, has: Has) -> tuple[WorkerId, ...]:

@@ -92,13 +92,15 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One worker. `had`: it had the adapter before, so it is never taken from it. `hold`: this op has paused it.
+    """One worker. `had`: it had the adapter before, so it is never taken from it; `was_draining`: it was about to let
+    it go. `is_held`: this op has paused it.
 
     `before` are the ids that its engine had before the load. `data` is what the engine said last of its adapters.
     """
 
     worker: WorkerId
     had: bool = False
+    was_draining: bool = False
     has: Has = Has.NO
     is_held: bool = False
     was_touched: bool = False
@@ -110,7 +112,8 @@ class Seat:
 @dataclass(frozen=True, slots=True)
 class LoadState:
     """One load. `pending` awaits an answer to `stage`. `stop` is what ends it besides a worker: a person, a deadline, a
-    frontend. `is_committed`: every worker shows it. `to_restore` are ids with the workers that have to get them back.
+    frontend. `is_committed`: every worker shows it. `to_unload` are those from which it is still to be taken,
+    `to_restore` ids with the workers that have to get them back, `restoring` the one that is given back now.
     """
 
     plan: LoadPlan
@@ -120,6 +123,8 @@ class LoadState:
     failed_in: str | None = None
     is_committed: bool = False
     num_looks: int = 0
+    to_unload: tuple[WorkerId, ...] = ()
+    restoring: str | None = None
     to_restore: tuple[tuple[str, tuple[WorkerId, ...]], ...] = ()
     # What its end may take is used up: only what nobody else would do is still done.
     is_late: bool = False

@@ -202,6 +202,7 @@ class Controller:
             self._waiting.refuse_all(fault(FaultCode.CANCELLED, "the controller is stopping", retryable=True))
             try:
                 await self._catch_ups.aclose()
+                await self._loras.aclose()
                 await self._desk.aclose(self._stop_s)
             finally:
                 for subscription in subscriptions:

@@ -18,7 +18,7 @@ class FaultCode(enum.StrEnum):
     EXPIRED = "expired"  # expires_at had passed when it arrived
     STALE_TERM = "stale_term"  # a newer controller has spoken
     STALE_EPOCH = "stale_epoch"  # another process group than the current one
-    BUSY = "busy"  # another mutation runs; detail["op_id"] names it
+    BUSY = "busy"  # another mutation runs; detail["op_id"] names it, detail["own"] says that it is the worker's own
     WRONG_STATE = "wrong_state"  # e.g. an update of a worker that isn't paused
     ASLEEP = "asleep"  # memory that it needs sleeps; detail["tags"] names what to wake
     DIRTY = "dirty"  # weights are torn; only a full update or a reload helps

@@ -32,10 +32,11 @@ from rlbus.schemas import (
     Version,
     WakeUp,
     WeightsState,
+    route_of,
 )
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from rlbus.workers.draft import is_committed, is_for_draft, torn_part, weights_of
-from rlbus.workers.state import WorkerState
+from rlbus.workers.state import Running, WorkerState
 
 # Longest lease that a pause may have, in seconds: what is to hold longer than a day is an explicit hold.
 MAX_LEASE_S = 86_400.0
@@ -73,6 +74,15 @@ def check_body(state: WorkerState, body: CommandBody) -> Fault | None:
     """Why this command can't be done in this state, or None."""
     check = _CHECKS.get(type(body))
     return None if check is None else check(state, body)
+
+
+def busy_with(running: Running) -> Fault:
+    """Why nothing else can begin; `own` in its detail says that nobody sent what runs, and that it ends by itself."""
+    op_id, route = running.op_id, route_of(running.body)
+    if not running.is_own:
+        return fault(FaultCode.BUSY, f"op {op_id} is running ({route})", op_id=op_id, retryable=True)
+    message = f"op {op_id} is running ({route}, the worker's own)"
+    return fault(FaultCode.BUSY, message, op_id=op_id, own=route, retryable=True)
 
 
 def lease_problem(lease_s: float | None) -> Fault | None:

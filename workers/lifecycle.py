@@ -48,7 +48,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.workers import leases, sleeping
-from rlbus.workers.checks import check_body, fault, next_version
+from rlbus.workers.checks import busy_with, check_body, fault, next_version
 from rlbus.workers.described import described
 from rlbus.workers.draft import (
     committed,
@@ -173,10 +173,8 @@ def _arrived(state: WorkerState, event: Arrived) -> Decision:
             if problem := problem_with(state, body):
                 return state, (Refuse(problem),)
             return replace(state, queued=mutation), (Run(takes_back=state.running.op_id),)
-        running = state.running.op_id
-        route = route_of(state.running.body)
-        busy = fault(FaultCode.BUSY, f"op {running} is running ({route})", op_id=running, retryable=True)
-        return state, (Refuse(busy),)
+        refused_at = event.now if state.running.is_own else state.refused_at
+        return replace(state, refused_at=refused_at), (Refuse(busy_with(state.running)),)
     if problem := problem_with(state, body) or _manifest_problem(event) or event.outside:
         return state, (Refuse(problem),)
     prepared = state.prepared
@@ -492,4 +490,4 @@ def _carry_out(state: WorkerState, now: float) -> Decision:
     op = leases.next_op(state)
     if op is None:
         return state, ()
-    return replace(state, running=Running(op.op_id, op.body, since=now)), (op,)
+    return replace(state, running=Running(op.op_id, op.body, since=now, is_own=True)), (op,)

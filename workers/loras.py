@@ -43,8 +43,9 @@ from rlbus.workers.state import Adapter, AdapterGone, Running, WorkerState
 MAX_KNOWN = 1024
 # Adapters in a heartbeat; all are in the answer to `list_loras`.
 MAX_STATUS_IDS = 64
-# What the agent gives the engine for the unload that ends a drain, in seconds.
-OWN_UNLOAD_S = 30.0
+# After somebody was refused because of the unload that ends a drain, the next one waits so long for him to ask again,
+# in seconds. Source: rlbus.controller.limits.RETRY_S, with room for a slow bus.
+GIVE_WAY_S = 2.0
 # The name of a folder of rlbus's own copies, see `rlbus.workers.lora_files`.
 _SUM = re.compile(r"[0-9a-f]{64}")
 
@@ -272,9 +273,10 @@ def is_changing(state: WorkerState) -> bool:
 def _drain_ended(state: WorkerState, event: DrainEnded) -> tuple[WorkerState, tuple[RunOwn, ...]]:
     body = UnloadLora(name=event.name, revision=event.revision, drain_s=0.0)
     is_going = any(a.key == (event.name, event.revision) and a.is_going for a in state.adapters)
-    if state.running is not None or not is_going or check_unload(state, body) is not None:
+    is_wanted = state.refused_at is not None and 0 <= event.now - state.refused_at < GIVE_WAY_S
+    if state.running is not None or not is_going or is_wanted or check_unload(state, body) is not None:
         return state, ()  # it is looked at again
-    running = Running(event.op_id, body, since=event.now)
+    running = Running(event.op_id, body, since=event.now, is_own=True)
     return replace(state, running=running), (RunOwn(event.op_id, body),)
 
 

@@ -30,6 +30,8 @@ class Running:
     body: CommandBody
     # When it was admitted, in Unix seconds.
     since: float = 0.0
+    # Nobody sent it: the agent's own housekeeping.
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ class WorkerState:
     session: Session | None = None
     running: Running | None = None
     queued: Running | None = None
+    # When somebody was last refused because of an op of the agent's own, in Unix seconds: he asks again.
+    refused_at: float | None = None
     # Update that was committed last, so that a repeated commit changes nothing.
     committed_op_id: str | None = None
     # Caches may hold entries of older weights; a resume flushes them first (DESIGN section 4 rule 7).

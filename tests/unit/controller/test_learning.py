@@ -8,14 +8,20 @@ from rlbus.controller.grouping import new_plan
 from rlbus.controller.learning import status_after
 from rlbus.controller.testing import V6, V7, announcement, plan_of
 from rlbus.schemas import (
+    SHORT_SUM_CHARS,
     CommitWeights,
     DestroyGroup,
     FinishUpdate,
     FlushCache,
     Generation,
+    GetLoras,
     GetVersion,
     InitGroup,
     LoadWeights,
+    LorasData,
+    LoraState,
+    LorasView,
+    LoraView,
     PauseGeneration,
     PauseMode,
     PauseView,
@@ -93,6 +99,21 @@ def test_an_answer_shows_what_the_command_did(
     status = announcement("backend/1", **before).status
     after = status_after(status, body, result(data=data), 9.0)
     assert {name: getattr(after, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_a_list_of_adapters_shows_them_with_their_bytes(has_sums: bool) -> None:
+    """One that came in the place of another isn't taken for one of other bytes; older agents tell no sums."""
+    one, two = "1" * 64, "2" * 64
+    before = LorasView(ids=("a@1",), capacity=2, sums=(one[:SHORT_SUM_CHARS],) if has_sums else ())
+    views = (
+        LoraView(name="b", state=LoraState.DRAINING, revision=1, checksum=one),
+        LoraView(name="a", state=LoraState.LOADED, revision=2, checksum=two),
+    )
+    status = announcement("backend/1", loras=before).status
+    after = status_after(status, GetLoras(), result(data=LorasData(loras=views, capacity=2)), 9.0)
+    sums = (two[:SHORT_SUM_CHARS],) if has_sums else ()
+    assert after.loras == LorasView(ids=("a@2",), capacity=2, sums=sums, num_draining=1)
 
 
 @pytest.mark.parametrize("status", [ResultStatus.REFUSED, ResultStatus.FAILED])

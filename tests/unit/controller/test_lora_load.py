@@ -215,6 +215,17 @@ def test_a_catch_up_that_gives_way_takes_nothing_back_and_waits_for_who_still_lo
     assert found == [Outcome.OK, Outcome.OK, Outcome.UNKNOWN]
 
 
+def test_a_catch_up_that_gives_way_before_its_load_sends_none() -> None:
+    """Another op takes its place while the engines' lists are read: it must not find them busy with a load."""
+    state, _ = decide(initial(plan_of(is_catch_up=True)), Began())
+    empty = FakeWorker(random.Random(0), 0.0, sums={}).data()
+    stop = fault(FaultCode.CANCELLED, "op 9 takes its place")
+    state, action = decide(state, Answered({w: StepAnswer(Outcome.OK, None, empty) for w in WORKERS}, stop))
+    assert isinstance(action, Done)
+    assert state.causes == (stop,)
+    assert {outcome_of(state, state.seats[w]).outcome for w in WORKERS} == {Outcome.SKIPPED}
+
+
 def test_a_list_that_shows_it_late_is_looked_at_again() -> None:
     """Nobody is let go before every engine's own list has it."""
     state, action = decide(initial(plan_of()), Began())

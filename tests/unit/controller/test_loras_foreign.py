@@ -1,11 +1,13 @@
 """Adapters that are there already, under the fleet's names and not by it: never served as the fleet's in silence."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from rlbus.adapter import adapter_sum
+from rlbus.controller import lora_catch_up
 from rlbus.errors import RefusedError
 from rlbus.schemas import FaultCode, LoadLora, Target
 from tests.unit.controller.lora_stage import adapter, on_fleet, serving, taker, takers
@@ -75,3 +77,28 @@ def test_a_worker_that_comes_with_the_fleets_bytes_is_given_nothing(tmp_path: Pa
             assert await scene.addressed(LoadLora) == []
 
     on_fleet(takers(1, 2), scenario)
+
+
+def test_workers_that_can_t_be_given_it_keep_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many have other bytes under its name: they take no place among those that are given it at once."""
+    monkeypatch.setattr(lora_catch_up, "MAX_AT_ONCE", 2)
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(scene: Scene) -> None:
+        await scene.fleet.client.load_lora("policy", folder)
+        async with contextlib.AsyncExitStack() as stack:
+            for number in (2, 3):
+                foreign = await stack.enter_async_context(taker(number)(scene.fleet.broker))
+                foreign.engine.loras.sums["policy", 1] = FOREIGN
+            await scene.fleet.client.wait_ready(num_workers=3)
+            await asyncio.sleep(10.0)
+            late = await stack.enter_async_context(taker(4)(scene.fleet.broker))
+            await scene.fleet.client.wait_ready(num_workers=4)
+            await asyncio.sleep(10.0)
+            assert sorted(late.engine.loras.sums) == [("policy", 1)]
+            behind = {worker: [b.id for b in m.loras_behind] for worker, m in (await scene.fleet.members()).items()}
+            assert behind == {w(1): [], w(2): ["policy@1"], w(3): ["policy@1"], w(4): []}
+
+    on_fleet(takers(1), scenario)

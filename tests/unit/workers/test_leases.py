@@ -182,7 +182,7 @@ def test_the_end_of_a_lease_resumes_clean_weights_when_nothing_runs(
     if actions:
         (action,) = actions
         assert isinstance(action, RunOwn)
-        assert after.running == Running(action.op_id, action.body, NOW)
+        assert after.running == Running(action.op_id, action.body, NOW, is_own=True)
     else:
         assert after.running == state.running
 
