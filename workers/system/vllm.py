@@ -110,7 +110,7 @@ async def _supervised(call: Call) -> Response:
 
 
 async def _by_name_only(call: Call) -> Response:
-    """SageMaker's routes for adapters, answered for the same reason: vLLM's load any folder, past roots and revisions."""
+    """SageMaker's routes for adapters, answered too: vLLM's own load any folder, past roots and revisions."""
     why = "adapters are loaded by /v1/load_lora_adapter and unloaded by /v1/unload_lora_adapter"
     raise wrong(why, HTTPStatus.NOT_IMPLEMENTED)
 

@@ -19,6 +19,7 @@ from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE
 from rlbus.errors import EngineError, FaultError, refused
 from rlbus.schemas import MAX_LORAS, Fault, FaultCode, lora_id
 from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.disk import DISK
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import read_file
@@ -114,7 +115,7 @@ class VllmLoras:
             raise refused(
                 FaultCode.REVISION_TAKEN, f"somebody else has loaded {lora_id(*key)!r}; unload that one first"
             )
-        await asyncio.to_thread(check_files, folder, self._max_rank)
+        await DISK.run(lambda: check_files(folder, self._max_rank), str(folder))
         listed = await self._numbers()
         if len(listed) >= self.info.capacity:
             capacity = self.info.capacity
