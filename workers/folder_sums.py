@@ -35,6 +35,6 @@ def folder_sums(folder: Path) -> tuple[TensorSum, ...]:
                 sums.extend(file_sums(file))
         except OSError as exc:
             raise CheckpointError(str(path), exc.strerror or type(exc).__name__) from exc
-        except (struct.error, ValueError, KeyError, AttributeError, TypeError) as exc:
+        except (struct.error, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
             raise CheckpointError(str(path), f"is no complete safetensors file ({type(exc).__name__})") from exc
     return tuple(sums)

@@ -290,7 +290,7 @@ def check_files(folder: Path, max_rank: int) -> None:
         config = json.loads((folder / CONFIG_FILE).read_bytes())
         rank, patterns = int(config["r"]), dict(config.get("rank_pattern") or {})
         specs = {spec.name: spec.shape for spec in read_file(folder / WEIGHTS_FILE)}
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise _mismatch(f"{CONFIG_FILE} can't be read ({type(exc).__name__})") from exc
     except CheckpointError as exc:
         raise _mismatch(f"{WEIGHTS_FILE} {exc.problem}") from exc
