@@ -210,6 +210,12 @@ def test_other_content_methods_and_strangers_are_told_in_vllms_shape() -> None:
             "/abort_requests", content=b"{", headers={**right, "content-type": "application/json"}
         )
         message(garbled, 400)
+        doubled = await front.client.post(
+            "/update_weight_version",
+            content=b'{"new_version": "7", "new_version": "8"}',
+            headers={**right, "content-type": "application/json"},
+        )
+        assert "'new_version' is given twice" in message(doubled, 400)
         assert front.rig.agent.state.pause is None
 
     on_surface(scenario, tokens=["right"])
