@@ -29,7 +29,6 @@ from rlbus.schemas import (
     FleetView,
     Generation,
     Liveness,
-    Liveness,
     LoadLoraFleet,
     LoraBehind,
     LorasView,

@@ -43,7 +43,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return files
     try:
         names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
         raise CheckpointError(str(index), f"is no index of a checkpoint ({type(exc).__name__})") from exc
     bad = next((name for name in sorted(names) if Path(name).name != name), None)
     if bad is not None:

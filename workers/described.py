@@ -23,7 +23,7 @@ def described(info: str) -> tuple[TensorSpec, ...]:
     """The tensors that an `ApplyUpdate`'s info names with dtype and shape, in its order."""
     try:
         data = msgspec.json.decode(info)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return ()
     return tuple(spec for item in (data if isinstance(data, list) else [data]) for spec in _specs(item))
 

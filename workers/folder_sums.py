@@ -1,6 +1,5 @@
 """The checksums of a safetensors folder, by which a worker knows that it is what a trainer sent before it loads it."""
 
-import asyncio
 import struct
 from pathlib import Path
 
@@ -8,16 +7,17 @@ from rlbus.errors import refused
 from rlbus.schemas import FaultCode, TensorSum
 from rlbus.transfer.snapshot import file_sums
 from rlbus.workers.checkpoint import CheckpointError, checkpoint_files
+from rlbus.workers.disk import DISK
 
 
 async def read_sums(path: str) -> tuple[TensorSum, ...]:
     """What an engine's `checkpoint_sums` does: `folder_sums` in a thread. Cancel: the thread reads on.
 
     Raises:
-        ManifestError: the folder can't be read.
+        ManifestError: the folder can't be read. BusyError: see `DiskThreads.run`.
     """
     try:
-        return await asyncio.to_thread(folder_sums, Path(path))
+        return await DISK.run(lambda: folder_sums(Path(path)), path)
     except CheckpointError as exc:
         raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
 
@@ -35,6 +35,6 @@ def folder_sums(folder: Path) -> tuple[TensorSum, ...]:
                 sums.extend(file_sums(file))
         except OSError as exc:
             raise CheckpointError(str(path), exc.strerror or type(exc).__name__) from exc
-        except (struct.error, ValueError, KeyError, AttributeError, TypeError) as exc:
+        except (struct.error, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
             raise CheckpointError(str(path), f"is no complete safetensors file ({type(exc).__name__})") from exc
     return tuple(sums)

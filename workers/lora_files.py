@@ -5,7 +5,6 @@ summed up while it is copied, and put in its place only when the checksum is rig
 go, oldest first, when there is no room.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -29,6 +28,7 @@ from rlbus.bus import Bus
 from rlbus.errors import RLBusError, error_from_fault, refused
 from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
 from rlbus.workers.config import AgentConfig, FetchObject
+from rlbus.workers.disk import DISK
 from rlbus.workers.preconditions import path_problem
 
 _log = logging.getLogger("rlbus.workers")
@@ -71,11 +71,12 @@ class LoraFiles:
 
     async def _bring(self, source: LoraSource, checksum: str, in_use: frozenset[str]) -> Path:
         if isinstance(source, FolderSource):
-            return await asyncio.to_thread(self._copied, source, checksum, in_use)
+            return await DISK.run(lambda: self._copied(source, checksum, in_use), source.path)
         if self._config.fetch_object is None:
             raise refused(FaultCode.WRONG_STATE, "this worker can't fetch objects; give it a folder", key=source.key)
-        place = await asyncio.to_thread(self._place, checksum)
-        if not await asyncio.to_thread(self._has, place):
+        kept = self._kept_in
+        place = await DISK.run(lambda: self._place(checksum), kept)
+        if not await DISK.run(lambda: self._has(place), kept):
             await self._fetch(self._config.fetch_object, source, checksum, place, in_use)
             self._proven.add(checksum)
         return place
@@ -88,9 +89,12 @@ class LoraFiles:
         except RLBusError:  # one that is a time-out, too
             raise
         except OSError as exc:
-            where = self._folder or self._config.lora_cache_dir or "the temporary folder"
-            message = f"the adapter's files can't be kept in {where} ({exc.strerror or exc}): make room there"
-            raise refused(FaultCode.WRONG_STATE, message, path=where) from exc
+            message = f"the adapter's files can't be kept in {self._kept_in} ({exc.strerror or exc}): make room there"
+            raise refused(FaultCode.WRONG_STATE, message, path=self._kept_in) from exc
+
+    @property
+    def _kept_in(self) -> str:
+        return str(self._folder or self._config.lora_cache_dir or "the temporary folder")
 
     def drop(self) -> None:
         """Remove all of them: the engine's process has ended, and has no successor under this worker's name. Blocks."""
@@ -166,10 +170,10 @@ class LoraFiles:
     async def _fetch(
         self, fetch: FetchObject, source: ObjectSource, checksum: str, place: Path, in_use: frozenset[str]
     ) -> None:
-        part = await asyncio.to_thread(self._prepare, source, place, in_use)
+        part = await DISK.run(lambda: self._prepare(source, place, in_use), self._kept_in)
         try:
             await fetch(self._bus, source, part)
-            await asyncio.to_thread(_check_fetched, part, place, checksum, source)
+            await DISK.run(lambda: _check_fetched(part, place, checksum, source), self._kept_in)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 

@@ -51,6 +51,7 @@ from rlbus.schemas import (
 from rlbus.transfer.sums import sums_digest
 from rlbus.workers import lora_calls, native_calls
 from rlbus.workers.checks import REFUSALS, asleep_problem, fault
+from rlbus.workers.disk import DISK
 from rlbus.workers.draft import after_commit, is_committed
 from rlbus.workers.engines.base import Engine, Observed, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.draft import drafter
@@ -245,8 +246,7 @@ async def _receive(engine: Engine, body: ReceiveWeights, around: Surroundings) -
 
 
 async def _check_path(path: str, around: Surroundings) -> None:
-    # In a thread: a path on a dead file server would stop heartbeats and all.
-    problem = await asyncio.to_thread(path_problem, path, around.weight_roots)
+    problem = await DISK.run(lambda: path_problem(path, around.weight_roots), path)
     if problem is not None:
         raise error_from_fault(problem)
 

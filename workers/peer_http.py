@@ -92,6 +92,7 @@ def _checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
+        is_name = _is_name(url)
         if "@" in parts.netloc:
             shown = url.replace(parts.netloc.rpartition("@")[0], "***")
     except ValueError as exc:
@@ -101,11 +102,21 @@ def _checked_url(url: str) -> str:
         raise ConfigError("url", shown, "use http://HOST:PORT, an IPv6 address in brackets")
     if "@" in parts.netloc:
         raise ConfigError("url", shown, "credentials don't belong into a URL; give a header, or the name of a variable")
+    if not is_name:
+        raise ConfigError("url", shown, f"{host!r} is no name that can be looked up")
     if parts.query or parts.fragment:
         raise ConfigError("url", shown, "use the base URL, without ? and #")
     if host in WILDCARDS:
         raise ConfigError("url", shown, "that is an address to listen on; name the host at which the server is reached")
     return url.rstrip("/")
+
+
+def _is_name(url: str) -> bool:
+    """Whether the host can be asked for. Otherwise each call would fail at its encoding, with no error of HTTP's."""
+    try:
+        return bool(httpx.URL(url).host)
+    except (httpx.InvalidURL, ValueError):
+        return False
 
 
 class PeerError(EngineError):
@@ -196,7 +207,7 @@ class PeerClient:
             return None
         try:
             return json.loads(data)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             problem = f"answered with something that isn't JSON: {data[:80]!r}"
             raise self._error(method, path, problem) from exc
 
@@ -282,7 +293,7 @@ def _code_of(data: str) -> str | None:
     """The fault code that a surface of rlbus puts beside its error."""
     try:
         code = json.loads(data)["rlbus"]["code"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return code[:MAX_CODE_CHARS] if isinstance(code, str) else None
 
@@ -291,7 +302,7 @@ def words_of(data: str) -> str:
     """What an error answer says, in one line, whatever its shape: vLLM's, FastAPI's, Dynamo's, or plain text."""
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = data
     for name in ("error", "detail", "message"):
         if isinstance(found, dict) and found.get(name):

@@ -13,6 +13,7 @@ import msgspec
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
+from rlbus._json_body import BodyError, read_json
 from rlbus.controller.http.answers import BadRequestError
 from rlbus.schemas import is_token
 
@@ -135,9 +136,9 @@ async def read_object(request: Request) -> dict[str, Any]:
         problem = f"content type {kind[:MAX_NAME_CHARS]!r}; send application/json"
         raise BadRequestError(problem, "content-type", HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
     try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise BadRequestError(f"the body is no JSON: {exc}") from exc
+        body = read_json(data)
+    except BodyError as exc:
+        raise BadRequestError(str(exc)) from exc
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     return body

@@ -22,7 +22,8 @@ from rlbus.workers.vllm_server.guards import GUARDED_PATHS
 # A start takes 25 s on 2 cores, and 80 s when others use them, too.
 LIMIT_S = 240.0
 TOKEN = "right"
-# POST routes of vLLM 0.32 that neither generate nor change the engine.
+# Routes of vLLM 0.32 by other methods than GET that neither generate nor change the engine, with all that can be
+# switched on.
 LEFT_TO_VLLM = {
     "/tokenize",
     "/detokenize",
@@ -30,6 +31,12 @@ LEFT_TO_VLLM = {
     "/is_scaling_elastic_ep",
     "/v1/messages/count_tokens",
     "/v1/responses/{response_id}/cancel",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/render",
+    "/v1/completions/derender",
+    "/v1/messages/render",
+    "/v1/responses/render",
 }
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20))
 pytestmark = [
@@ -52,8 +59,9 @@ def test_an_orchestrator_of_dynamos_steers_a_real_vllm(tmp_path: Path) -> None:
             env = {k: v for k, v in os.environ.items() if not k.startswith("RLBUS_")}
             env |= {"RLBUS_URL": server.url, "XDG_STATE_HOME": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""}
             env |= {"RLBUS_SYSTEM_TOKEN": TOKEN, "RLBUS_WEIGHT_ROOTS": str(tmp_path)}
-            env |= {"VLLM_SERVER_DEV_MODE": "1"}  # with all of vLLM's own routes
-            command = ["worker", "vllm", str(model), "--small", "--instance-id", "7", *OPTIONS]
+            # With all of vLLM's own routes.
+            env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+            command = ["worker", "vllm", str(model), "--small", "--instance-id", "7", *OPTIONS, "--enable-scale-out"]
             with (tmp_path / "log").open("wb") as log:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "rlbus", *command, env=env, stdout=log, stderr=log
@@ -74,9 +82,13 @@ def test_an_orchestrator_of_dynamos_steers_a_real_vllm(tmp_path: Path) -> None:
         assert (await client.post("/engine/pause_generation", json={})).status_code == 401
         client.headers["authorization"] = f"Bearer {TOKEN}"
         schema = (await client.get("/openapi.json")).json()
-        posts = {path for path, verbs in schema["paths"].items() if "post" in verbs}
-        assert {"/pause", "/v1/completions"} <= posts
-        assert posts - GUARDED_PATHS - {e.path for e in vllm_endpoints()} <= LEFT_TO_VLLM
+        theirs = {(verb.upper(), path) for path, verbs in schema["paths"].items() for verb in verbs if verb != "get"}
+        opened = {("POST", "/pause"), ("DELETE", "/adapters/{adapter_name}"), ("POST", "/inference/v1/abort_requests")}
+        assert opened <= theirs
+        left = theirs - {(e.method, e.path) for e in vllm_endpoints()}
+        assert left <= {("POST", path) for path in GUARDED_PATHS | LEFT_TO_VLLM}
+        assert (await client.post("/adapters", json={"name": "a", "src": "/etc"})).status_code == 501
+        assert (await client.delete("/adapters/a")).status_code == 501
         before = await tokens(client)
         await ok(client, "liveness_probe")
         await ok(client, "pause_generation", {"mode": "keep"})

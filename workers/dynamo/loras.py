@@ -6,7 +6,6 @@ by itself before it unloads, so no request is ended. A plain "policy" isn't serv
 Source: NVIDIA Dynamo 1.6.1, `dynamo/vllm/handlers.py` and its system status server.
 """
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from rlbus.errors import EngineError, refused
 from rlbus.schemas import MAX_LORAS, Fault, FaultCode, lora_id, split_lora_id
+from rlbus.workers.disk import DISK
 from rlbus.workers.dynamo.surface import ASK_S, DynamoError, Surface
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.vllm_server.calls import EngineCalls
@@ -57,7 +57,7 @@ class DynamoLoras:
         if len(there) >= self.info.capacity:
             capacity = self.info.capacity
             raise refused(FaultCode.NO_CAPACITY, f"the worker has room for {capacity} adapters", capacity=capacity)
-        await asyncio.to_thread(check_files, folder, _ANY_RANK)
+        await DISK.run(lambda: check_files(folder, _ANY_RANK), str(folder))
         # The path as it is: Dynamo takes what follows "file://", and decodes nothing.
         body = {"lora_name": own, "source": {"uri": f"file://{_absolute(folder)}"}}
 

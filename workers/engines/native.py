@@ -57,7 +57,7 @@ def info_of(text: str, *, may_be_list: bool = False) -> Any:
     """The JSON of a caller. Raises RefusedError (`bad_message`): it is none, or of another kind."""
     try:
         info = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise refused(FaultCode.BAD_MESSAGE, f"info is no JSON: {exc}") from exc
     items = info if may_be_list and isinstance(info, list) else [info]
     if not items or not all(isinstance(item, dict) for item in items):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbus._http_server import HttpServer, base_url
-from rlbus.errors import ConfigError, EngineDeadError, EngineError, RLBusError, error_from_fault, refused
+from rlbus.errors import ConfigError, EngineDeadError, EngineError, FaultError, RLBusError, error_from_fault, refused
 from rlbus.schemas import (
     LORA_ROUTES,
     MAX_LORAS,
@@ -39,6 +39,7 @@ from rlbus.transfer.bounded import run_in_thread
 from rlbus.transfer.group import JOIN_GRACE_S
 from rlbus.transfer.manifest import num_bytes
 from rlbus.workers.addresses import WILDCARDS
+from rlbus.workers.disk import DISK
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.engines.native_group import GroupedNative
@@ -345,10 +346,10 @@ class TorchEngine(TorchLoras):
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`. By the first rank; the others read the same disk."""
-        assert self._rank is not None
-        if not await asyncio.to_thread(self._may_read, path):
-            raise error_from_fault(self._not_below(path))
-        await asyncio.to_thread(self._rank.check_folder, path)
+        rank = self._rank
+        assert rank is not None
+        await self._check_root(path)
+        await DISK.run(lambda: rank.check_folder(path), path)
 
     async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
         """See `Engine`."""
@@ -357,8 +358,10 @@ class TorchEngine(TorchLoras):
     async def load_weights(self, path: str, version: Version) -> None:
         """See `Engine`. Untouched unless every rank could read everything."""
         self._check_may_change()
-        if not await asyncio.to_thread(self._may_read, path):
-            raise UpdateFailedError(self._not_below(path), weights_touched=False)
+        try:
+            await self._check_root(path)
+        except FaultError as exc:
+            raise UpdateFailedError(exc.fault, weights_touched=False) from exc
         self._session = None
         bad = first_bad(await self._ranks.on_all([rank.stage(path) for rank in self._ranks.all]))
         if bad is not None:
@@ -370,6 +373,10 @@ class TorchEngine(TorchLoras):
         if bad is not None:
             raise UpdateFailedError(bad, weights_touched=True)
         self._generating.relabel(str(version))
+
+    async def _check_root(self, path: str) -> None:
+        if not await DISK.run(lambda: self._may_read(path), path):
+            raise error_from_fault(self._not_below(path))
 
     def _not_below(self, path: str) -> Fault:
         where = ", ".join(str(root) for root in self._roots)

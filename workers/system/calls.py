@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rlbus._json_body import BodyError, read_json
 from rlbus.errors import RLBusError, error_from_fault
 from rlbus.schemas import QUERY_ROUTES, CommandBody, FaultCode, Result, ResultStatus, is_token, route_of
 from rlbus.workers.agent import Agent
@@ -134,9 +135,9 @@ class Call:
         if not self.body:
             return {}
         try:
-            data = msgspec.json.decode(self.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-            raise CallError(400, "Invalid JSON", f"the body is no JSON: {exc}") from exc
+            data = read_json(self.body)
+        except BodyError as exc:
+            raise CallError(400, "Invalid JSON", str(exc)) from exc
         if not isinstance(data, dict):
             raise CallError(400, "Invalid body", "request body must be a JSON object")
         return data

@@ -33,6 +33,7 @@ from rlbus.workers.system.vllm_weights import VllmWeights
 from rlbus.workers.system.vllm_words import (
     VLLM_SHAPE,
     Abort,
+    AbortNamed,
     LoadAdapter,
     NoBody,
     UnloadAdapter,
@@ -72,6 +73,8 @@ def vllm_endpoints() -> list[Endpoint]:
         "/fault_tolerance/apply": _supervised,
         "/v1/load_lora_adapter": _load_adapter,
         "/v1/unload_lora_adapter": _unload_adapter,
+        "/inference/v1/abort_requests": _abort_named,
+        "/adapters": _by_name_only,
     }
     gets = {
         "/is_paused": _is_paused,
@@ -82,6 +85,7 @@ def vllm_endpoints() -> list[Endpoint]:
     return [
         *(Endpoint(path, "POST", handler, VLLM_SHAPE) for path, handler in posts.items()),
         *(Endpoint(path, "GET", handler, VLLM_SHAPE) for path, handler in gets.items()),
+        Endpoint("/adapters/{adapter_name}", "DELETE", _by_name_only, VLLM_SHAPE),
     ]
 
 
@@ -106,6 +110,12 @@ async def _supervised(call: Call) -> Response:
     raise wrong(why, HTTPStatus.NOT_IMPLEMENTED)
 
 
+async def _by_name_only(call: Call) -> Response:
+    """SageMaker's routes for adapters, answered too: vLLM's own load any folder, past roots and revisions."""
+    why = "adapters are loaded by /v1/load_lora_adapter and unloaded by /v1/unload_lora_adapter"
+    raise wrong(why, HTTPStatus.NOT_IMPLEMENTED)
+
+
 async def _is_paused(call: Call) -> Response:
     query_of(call)
     await call.agent.observe()
@@ -117,12 +127,22 @@ async def _is_paused(call: Call) -> Response:
 
 async def _abort(call: Call) -> Response:
     query_of(call)
-    body = body_of(call, Abort)
-    result = await call.do(AbortRequest(request_ids=body.request_ids or None))
-    data = result.data
-    # Those that end at their first token are aborted, too.
-    num = (data.num_aborted or 0) + data.num_deferred if isinstance(data, AbortedData) else 0
+    num = await _aborted(call, body_of(call, Abort).request_ids or None)
     return JSONResponse({"status": "aborted", "aborted": num})
+
+
+async def _abort_named(call: Call) -> Response:
+    """As vLLM's route for servers that hand requests on: an empty answer, and an empty list means none, not all."""
+    query_of(call)
+    if request_ids := body_of(call, AbortNamed).request_ids:
+        await _aborted(call, request_ids)
+    return Response()
+
+
+async def _aborted(call: Call, request_ids: tuple[str, ...] | None) -> int:
+    data = (await call.do(AbortRequest(request_ids=request_ids))).data
+    # Those that end at their first token are aborted, too.
+    return (data.num_aborted or 0) + data.num_deferred if isinstance(data, AbortedData) else 0
 
 
 async def _reset_prefix_cache(call: Call) -> Response:

@@ -108,6 +108,12 @@ class Abort(Body, frozen=True):
     request_ids: tuple[str, ...] | None = None
 
 
+class AbortNamed(Body, frozen=True):
+    """`/inference/v1/abort_requests`."""
+
+    request_ids: tuple[str, ...]
+
+
 class Init(Body, frozen=True):
     """`/init_weight_transfer_engine`."""
 

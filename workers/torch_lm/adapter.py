@@ -97,7 +97,7 @@ def _read_config(path: Path) -> tuple[int, float]:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise AdapterError(str(path), f"has more than {MAX_CONFIG_BYTES} bytes")
         raw: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise AdapterError(str(path), f"can't be read ({type(exc).__name__})") from exc
     if not isinstance(raw, dict):
         raise AdapterError(str(path), "holds no JSON object")

@@ -28,6 +28,7 @@ from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy, Restarts
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, keep_running, stop_signal
 from rlbus.workers.supervisor.worker import Build, own_command
+from rlbus.workers.system.settings import ENV_NAMES as SYSTEM_NAMES
 from rlbus.workers.vllm_server.attachment import RUN_DIR
 from rlbus.workers.vllm_server.command import HOST, option_value, server_command, small_machine_env
 
@@ -90,7 +91,8 @@ def pair_of(
         agent_env: who the worker is and where the bus is; the server doesn't get it, or it would put itself there.
         arguments: the agent's own, without those that say where its server is.
         advertise_host: under which others reach a server that listens on a wildcard.
-        api_key: for both. None takes the one that vLLM's own options, or its own variable, name.
+        api_key: for both. None takes the one that vLLM's own options, or its own variable, name; without any of these
+            the agent has rlbus' token, which the plugin's routes then want.
 
     Raises:
         ConfigError: options with which no sidecar can reach the server.
@@ -115,7 +117,7 @@ def pair_of(
         environ=environ,
         run_dir=run_dir,
     )
-    key = api_key or option_value(options, _KEY) or environ.get(VLLM_KEY_ENV) or ""
+    key = api_key or option_value(options, _KEY) or environ.get(VLLM_KEY_ENV) or environ.get(SYSTEM_NAMES["token"], "")
     agent = agent_command("vllm-http", ("--url", url, "--api-key-env", KEY_ENV, *arguments), verbosity)(
         {**agent_env, KEY_ENV: key}, run_dir
     )

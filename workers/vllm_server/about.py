@@ -1,7 +1,7 @@
 """`GET /rlbus` of a vLLM server with rlbus's plugin: what a sidecar can't learn from vLLM's own routes.
 
-Only a server with VLLM_SERVER_DEV_MODE=1 has it, as it has vLLM's own RL routes. Where the server has API keys it wants
-one of them, or rlbus's token: the ids of requests in flight are their clients' business.
+Only a server with VLLM_SERVER_DEV_MODE=1 has it, as it has vLLM's own RL routes. Where the server has API keys, or
+rlbus' token, it wants one of them: the ids of requests in flight are their clients' business.
 """
 
 import os

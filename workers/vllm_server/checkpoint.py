@@ -86,7 +86,7 @@ def read_file(path: Path) -> tuple[TensorSpec, ...]:
         specs, end = _parse(header)
     except OSError as exc:
         raise CheckpointError(str(path), exc.strerror or type(exc).__name__) from exc
-    except (struct.error, ValueError, KeyError, AttributeError, TypeError) as exc:
+    except (struct.error, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
         raise CheckpointError(str(path), f"is no safetensors file ({type(exc).__name__})") from exc
     if size != LENGTH.size + length + end:
         text = f"has {size} bytes, by its header {LENGTH.size + length + end}: it is truncated, or still being written"

@@ -19,6 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from rlbus._json_body import BodyError, read_json
 from rlbus._vllm_words import error_body
 from rlbus.errors import EngineError, FaultError, refused
 from rlbus.schemas import Fault, FaultCode, LoraName, Revision
@@ -195,9 +196,9 @@ class LoraRoutes:
     def _parsed(self, body: bytes, as_type: type[B]) -> B:
         """Raises: CallError: it isn't one. FaultError: it is meant for another start of the server."""
         try:
-            data = msgspec.json.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-            raise CallError(HTTPStatus.BAD_REQUEST, "Invalid JSON", f"the body is no JSON: {exc}") from exc
+            data = read_json(body)
+        except BodyError as exc:
+            raise CallError(HTTPStatus.BAD_REQUEST, "Invalid JSON", str(exc)) from exc
         found = convert(data, as_type)
         if found.boot_id != self._boot_id:
             text = f"this start of the server is {self._boot_id}; that was meant for {found.boot_id}, which is gone"

@@ -19,6 +19,7 @@ from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE
 from rlbus.errors import EngineError, FaultError, refused
 from rlbus.schemas import MAX_LORAS, Fault, FaultCode, lora_id
 from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.disk import DISK
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import read_file
@@ -114,7 +115,7 @@ class VllmLoras:
             raise refused(
                 FaultCode.REVISION_TAKEN, f"somebody else has loaded {lora_id(*key)!r}; unload that one first"
             )
-        await asyncio.to_thread(check_files, folder, self._max_rank)
+        await DISK.run(lambda: check_files(folder, self._max_rank), str(folder))
         listed = await self._numbers()
         if len(listed) >= self.info.capacity:
             capacity = self.info.capacity
@@ -289,7 +290,7 @@ def check_files(folder: Path, max_rank: int) -> None:
         config = json.loads((folder / CONFIG_FILE).read_bytes())
         rank, patterns = int(config["r"]), dict(config.get("rank_pattern") or {})
         specs = {spec.name: spec.shape for spec in read_file(folder / WEIGHTS_FILE)}
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise _mismatch(f"{CONFIG_FILE} can't be read ({type(exc).__name__})") from exc
     except CheckpointError as exc:
         raise _mismatch(f"{WEIGHTS_FILE} {exc.problem}") from exc

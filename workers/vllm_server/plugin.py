@@ -127,8 +127,7 @@ class EndpointPlugin:
         Cancel: can't come, since nothing is awaited.
         """
         self._llm = engine_client
-        if keys := keys_of(args, os.environ):
-            self._keys = (*keys, *filter(None, (token_of(os.environ),)))
+        self._keys = (*keys_of(args, os.environ), *filter(None, (token_of(os.environ),)))
         self._attachment = Attachment.from_env(engine_client, args, guards=self._guards)
         self._loras.serve(engine_client, self._worker)
 

@@ -15,6 +15,7 @@ import msgspec
 from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
 from rlbus.schemas import ChecksumsData, Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, Version
 from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.disk import DISK
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
@@ -432,7 +433,7 @@ class Updates:
         """See `Engine.check_checkpoint`."""
         assert self._expected is not None
         try:
-            specs = await asyncio.to_thread(read_folder, Path(path))
+            specs = await DISK.run(lambda: read_folder(Path(path)), path)
         except CheckpointError as exc:
             raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
         self._expected.check(specs)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlbus.errors import FaultError
 from rlbus.schemas import (
     ApplyUpdate,
     CommitWeights,
@@ -28,7 +29,7 @@ from rlbus.testing import run
 from rlbus.workers.described import described
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
-from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.engines.native import NATIVE_ROUTES, info_of
 from rlbus.workers.ledger import Ledger
 from rlbus.workers.testing import (
     COMPONENT,
@@ -466,3 +467,12 @@ def test_an_engine_without_it_refuses_every_part() -> None:
                 assert code_of(await rig.send(body)) is FaultCode.NO_ROUTE
 
     run(main())
+
+
+@pytest.mark.parametrize("text", ["", "7", "[]", "[1]", "[" * 100_000])
+def test_info_that_makes_no_sense_is_refused(text: str) -> None:
+    """Whoever reads it, and however deep it is."""
+    with pytest.raises(FaultError) as caught:
+        info_of(text, may_be_list=True)
+    assert caught.value.code is FaultCode.BAD_MESSAGE
+    assert described(text) == ()

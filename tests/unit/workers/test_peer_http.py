@@ -12,7 +12,7 @@ from rlbus.errors import ConfigError, EngineDeadError
 from rlbus.schemas import FaultCode
 from rlbus.testing import run
 from rlbus.workers import peer_http
-from rlbus.workers.peer_http import Peer, PeerClient, PeerError, words_of
+from rlbus.workers.peer_http import MAX_PROBLEM_CHARS, Peer, PeerClient, PeerError, words_of
 
 pytestmark = pytest.mark.unit
 
@@ -96,6 +96,8 @@ def test_given_authorization_replaces_the_api_key() -> None:
         ("http://::1:8000", "in brackets"),
         ("http://[::1:8000", "in brackets"),
         ("http://h:99999", "in brackets"),
+        ("http://xn--gpu_1:8000", "no name"),
+        ("http://\u2603.lan:8000", "no name"),
         ("http://me:secret@h:1", "credentials don't belong into a URL"),
         ("http://h:1/x?y=1", "without"),
         ("http://0.0.0.0:8000", "an address to listen on"),
@@ -145,6 +147,7 @@ def test_refused_credentials_are_told_as_such_and_not_shown() -> None:
         ("<html>bad gateway</html>", "<html>bad gateway</html>"),
         ("", ""),
         ("[1]", "[1]"),
+        ("[" * 100_000, "[" * MAX_PROBLEM_CHARS),
     ],
 )
 def test_peers_own_words_are_found_in_every_shape(data: str, words: str) -> None:
@@ -177,6 +180,13 @@ def test_long_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answer_that_is_no_json_is_an_error() -> None:
     """A load balancer's page isn't the engine's answer."""
     assert "isn't JSON" in str(fails(lambda r: httpx.Response(200, content=b"<html>")))
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_answer_that_is_nested_without_end_is_an_error(status: int) -> None:
+    """Python's reader of JSON gives up on it with an error of its own, which would end a sidecar."""
+    error = fails(lambda r: httpx.Response(status, content=b"[" * 100_000))
+    assert error.word is None
 
 
 def test_silent_peer_ends_the_call_at_its_deadline() -> None:

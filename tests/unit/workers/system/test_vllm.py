@@ -194,6 +194,7 @@ def test_an_engine_without_the_routes_says_501() -> None:
         ("/finish_weight_update", {"weight_version": 7}, 400, "weight_version"),
         ("/update_weight_version", {"new_version": "main"}, 400, "main"),
         ("/abort_requests", {"request_ids": "a"}, 400, "request_ids"),
+        ("/inference/v1/abort_requests", {}, 400, "request_ids"),
         ("/sleep?level=0", None, 400, "level"),
         ("/wake_up?tags=gpu", None, 400, "gpu"),
         ("/weight_checker", {"action": "reset"}, 501, "reset"),
@@ -234,6 +235,12 @@ def test_other_content_methods_and_strangers_are_told_in_vllms_shape() -> None:
             "/abort_requests", content=b"{", headers={**right, "content-type": "application/json"}
         )
         message(garbled, 400)
+        doubled = await front.client.post(
+            "/update_weight_version",
+            content=b'{"new_version": "7", "new_version": "8"}',
+            headers={**right, "content-type": "application/json"},
+        )
+        assert "'new_version' is given twice" in message(doubled, 400)
         assert front.rig.agent.state.pause is None
 
     on_surface(scenario, tokens=["right"])
@@ -292,6 +299,33 @@ def test_questions_and_caches_answer_as_vllm() -> None:
         name = next(iter(sums))
         other = await ok(front, "/weight_checker", {"action": "compare", "baseline": {**sums, name: "0"}})
         assert other == {"match": False, "mismatches": [name]}
+
+    on_surface(scenario)
+
+
+def test_requests_are_aborted_by_name_as_where_servers_hand_them_on() -> None:
+    """`/inference/v1/abort_requests`: vLLM's empty answer, by the agent's abort; an empty list is nobody."""
+
+    async def scenario(front: Front) -> None:
+        path = "/inference/v1/abort_requests"
+        front.rig.engine.submit("r1", (1,), 1000)
+        front.rig.engine.submit("r2", (1,), 1000)
+        for names in ([], ["r1"]):
+            answer = await front.post(path, {"request_ids": names})
+            assert (answer.status_code, answer.content) == (200, b"")
+        assert await ok(front, "/abort_requests") == {"status": "aborted", "aborted": 1}
+
+    on_surface(scenario)
+
+
+def test_sagemakers_routes_for_adapters_are_refused_and_the_others_named() -> None:
+    """vLLM's load any folder of the machine, past adapter roots, revisions and the engine's capacity."""
+
+    async def scenario(front: Front) -> None:
+        added = await front.post("/adapters", {"name": "policy", "src": "/etc"})
+        removed = await front.client.delete("/adapters/policy")
+        for answer in (added, removed):
+            assert "/v1/load_lora_adapter" in message(answer, 501)
 
     on_surface(scenario)
 

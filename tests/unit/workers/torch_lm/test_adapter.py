@@ -88,6 +88,7 @@ def _truncate(folder: Path) -> None:
         (_truncate, "no complete safetensors"),
         (lambda folder: (folder / CONFIG_FILE).write_text("[]"), "no JSON object"),
         (lambda folder: (folder / CONFIG_FILE).unlink(), "can't be read"),
+        (lambda folder: (folder / CONFIG_FILE).write_text("[" * 100_000), "can't be read"),
     ],
 )
 def test_what_cannot_be_applied_exactly_is_refused(tmp_path: Path, spoil: Callable[[Path], None], words: str) -> None:

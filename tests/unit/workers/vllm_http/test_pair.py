@@ -65,12 +65,16 @@ def test_copies_of_adapters_outlive_an_agent_unless_the_user_has_a_place_for_the
         ((), {"VLLM_API_KEY": "two"}, None, "two"),
         (("--api-key", "one"), {"VLLM_API_KEY": "two"}, None, "one"),
         ((), {}, "three", "three"),
+        ((), {"VLLM_API_KEY": "two", "RLBUS_SYSTEM_TOKEN": "four"}, None, "two"),
+        ((), {"RLBUS_SYSTEM_TOKEN": "four"}, None, "four"),
     ],
 )
 def test_servers_key_is_the_agents(
     options: tuple[str, ...], environ: dict[str, str], api_key: str | None, expected: str
 ) -> None:
-    """SCENARIOS 43: wherever vLLM would take it from; never on the agent's command line."""
+    """SCENARIOS 43: wherever vLLM would take it from; never on the agent's command line. Without one rlbus' token opens
+    the plugin's routes.
+    """
     both = pair(*options, environ=environ, api_key=api_key)
     assert both.agent.env[KEY_ENV] == expected
     assert expected not in both.agent.argv

@@ -9,6 +9,7 @@ import pytest
 from rlbus.errors import ManifestError
 from rlbus.schemas import TensorSpec
 from rlbus.workers.checkpoint import CheckpointError, accepts
+from rlbus.workers.folder_sums import folder_sums
 from rlbus.workers.vllm_server.checkpoint import describe, expect, read_folder
 
 pytestmark = pytest.mark.unit
@@ -65,11 +66,34 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 1)])
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        b"\xff" * 64,
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 1),
+        struct.pack("<Q", len(DEEP)) + DEEP,
+    ],
+)
 def test_garbled_file_is_refused(tmp_path: Path, content: bytes) -> None:
     """With a sentence, not with a traceback of json or struct."""
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError):
+        read_folder(tmp_path)
+    with pytest.raises(CheckpointError):
+        folder_sums(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"weight_map": 1}', DEEP])
+def test_garbled_index_is_refused(tmp_path: Path, content: bytes) -> None:
+    """The same."""
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is no index"):
         read_folder(tmp_path)
 
 

@@ -112,6 +112,7 @@ BAD_BODIES = [
     (b'{"boot_id": "b1", "name": "policy", "revision": "1", "folder": "/x"}', "revision"),
     (b'{"boot_id": "b1", "name": "policy", "revision": 0, "folder": "/x"}', "revision"),
     (b'{"boot_id": "b1", "name": "a/b", "revision": 1, "folder": "/x"}', "name"),
+    (b'{"boot_id": "b1", "name": "policy", "revision": 1, "revision": 2, "folder": "/x"}', "'revision' is given twice"),
     (b'{"boot_id": "b1", "name": "policy", "revision": 1}', "folder"),
     (b'{"boot_id": "b1", "name": "policy", "revision": 1, "folder": "x"}', "folder"),
     (b'{"boot_id": "b1", "name": "policy", "revision": 1, "folder": "/x", "foldr": 1}', "foldr"),

@@ -189,6 +189,15 @@ def test_files_that_vllm_would_take_in_silence_or_fail_at_are_refused(
     assert caught.value.code is FaultCode.MANIFEST_MISMATCH
 
 
+def test_configuration_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    """As one that is no JSON: Python's reader gives up with an error of another kind."""
+    folder = write(tmp_path)
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(FaultError, match="can't be read") as caught:
+        check_files(folder, 8)
+    assert caught.value.code is FaultCode.MANIFEST_MISMATCH
+
+
 @pytest.mark.parametrize(
     ("device", "max_loras", "max_cpu_loras", "capacity"),
     [("cpu", 4, 4, 3), ("cpu", 4, 8, 3), ("cpu", 4, 2, 2), ("cpu", 1, 1, 0), ("cuda", 1, 1, 1), ("cuda", 4, 8, 8)],

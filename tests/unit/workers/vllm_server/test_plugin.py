@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from rlbus.testing import run
 from rlbus.workers.vllm_server import plugin as plugin_module
+from rlbus.workers.vllm_server.about import ABOUT
+from rlbus.workers.vllm_server.lora_routes import LIST
 from rlbus.workers.vllm_server.plugin import EndpointPlugin
 
 pytestmark = pytest.mark.unit
@@ -77,6 +80,41 @@ def test_server_without_an_agent_lives_as_it_would(monkeypatch: pytest.MonkeyPat
     recorder = Recorder()
     live(recorder, is_attached=False, monkeypatch=monkeypatch)
     assert recorder.events == ["guarded", "up", "serving", "down"]
+
+
+@pytest.mark.parametrize(
+    ("api_key", "sent", "status"),
+    [
+        (None, None, 401),
+        (None, "Bearer wrong", 401),
+        (None, "Bearer right", 200),
+        (["key"], "Bearer right", 200),
+        (["key"], "Bearer key", 200),
+    ],
+)
+def test_rlbus_token_guards_its_own_routes_also_without_a_key_of_the_servers(
+    api_key: list[str] | None, sent: str | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SCENARIOS 43: whoever set it wants nobody to see whose requests run here, or to load an adapter."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("RLBUS_SYSTEM_TOKEN", "right")
+    monkeypatch.setattr(plugin_module, "Attachment", SimpleNamespace(from_env=lambda *_, guards: None))
+    routes: dict[str, Any] = {}
+
+    async def main() -> None:
+        app = application([])
+        app.add_api_route = lambda path, endpoint, **_: routes.update({path: endpoint})
+        plugin = EndpointPlugin()
+        plugin.attach_router(app)
+        await plugin.init_state(None, object(), SimpleNamespace(api_key=api_key))
+        headers = [] if sent is None else [(b"authorization", sent.encode())]
+        for path in (ABOUT, LIST):
+            request = Request({"type": "http", "headers": headers, "path": path})
+            is_refused = (await routes[path](request)).status_code == 401
+            assert is_refused == (status == 401)
+        assert (await routes[ABOUT](request)).status_code == status
+
+    run(main())
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.endpoint_plugins"])

@@ -60,6 +60,25 @@ def test_our_routes_come_before_vllms_and_leave_its_others_alone() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/adapters"), ("DELETE", "/adapters/policy"), ("POST", "/inference/v1/abort_requests")],
+)
+def test_vllms_side_doors_to_adapters_and_aborts_are_closed(method: str, path: str) -> None:
+    """With VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out it has them, and past the agent's rules."""
+
+    async def theirs(_: Request) -> PlainTextResponse:
+        return PlainTextResponse("vllm")
+
+    async def main() -> int:
+        app = Starlette(routes=[Route(path, theirs, methods=[method])])
+        assert mount(app, args(), "right", 1, lambda: None)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return (await client.request(method, path)).status_code
+
+    assert run(main()) == 401
+
+
 def test_before_the_worker_is_on_the_bus_it_says_so() -> None:
     """503, in the surface's shape; vLLM serves meanwhile."""
     app = application()

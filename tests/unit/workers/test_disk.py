@@ -1,0 +1,159 @@
+"""Folders that callers name, on a disk that hangs: what that costs the process."""
+
+import asyncio
+import os
+import re
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlbus.workers
+from rlbus.errors import BusyError
+from rlbus.schemas import FaultCode, FolderSource
+from rlbus.testing import run
+from rlbus.workers import disk as disk_module
+from rlbus.workers import folder_sums, preconditions
+from rlbus.workers.config import AgentConfig
+from rlbus.workers.disk import DiskThreads
+from rlbus.workers.folder_sums import read_sums
+from rlbus.workers.lora_files import LoraFiles
+from rlbus.workers.system.testing import Front, on_surface
+
+pytestmark = pytest.mark.unit
+
+DEAD = "/dead/x"
+# What is lent a thread of the loop's: on the machine's own files when an engine starts, or on no file.
+LENT = {"find_tokenizer", "self._generator.close", "expected_tensors", "expected_draft", "model_tensors"}
+LENT |= {"expected_of", "_slim"}
+
+
+class HungDisk:
+    """Whoever looks at DEAD waits until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self._looks = threading.Semaphore(0)
+
+    def look(self, path: Any) -> Any:
+        """Stands for `os.path.realpath`, or all that looks deeper."""
+        if not str(path).startswith(DEAD):
+            return str(path)
+        self._looks.release()
+        self.released.wait()
+        raise OSError("gone")
+
+    def come_back(self) -> None:
+        """From now on nobody hangs; returns when no thread is in it."""
+        self.released.set()
+        for thread in threading.enumerate():
+            if thread.name == "rlbus disk":
+                thread.join()
+
+    async def hold(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Make a call; returns once it hangs."""
+        task = asyncio.ensure_future(call)
+        while not self._looks.acquire(blocking=False):
+            await asyncio.sleep(0)
+            assert not task.done(), task.result()
+        return task
+
+    async def meets(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Make a call, and take it back once it hangs."""
+        task = await self.hold(call)
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
+    """It comes back when the test ends, and then no thread is in it."""
+    found = HungDisk()
+    fake_path = type("os", (), {"path": type("path", (), {"realpath": staticmethod(found.look)})})
+    monkeypatch.setattr(preconditions, "os", fake_path)
+    monkeypatch.setattr(folder_sums, "folder_sums", found.look)
+    yield found
+    found.come_back()
+
+
+def copy_of(path: str) -> Coroutine[Any, Any, Any]:
+    """A worker's copy of an adapter that lies there."""
+    bus: Any = None  # only handed to what fetches
+    files = LoraFiles(AgentConfig(lora_roots=("/",)), bus, "w")
+    return files.bring(FolderSource(path=path), "0" * 64, frozenset())
+
+
+@pytest.mark.parametrize("use", [copy_of, read_sums])
+def test_a_disk_that_hangs_takes_no_thread_that_names_are_looked_up_in(
+    hung: HungDisk, use: Callable[[str], Coroutine[Any, Any, Any]]
+) -> None:
+    """Else a worker that lost the bus finds it no more: `getaddrinfo` waits for such a thread."""
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await hung.meets(use(DEAD))
+        try:
+            async with asyncio.timeout(5.0):
+                assert await asyncio.to_thread(os.getpid) == os.getpid()
+        finally:
+            hung.come_back()
+
+    asyncio.run(main())
+
+
+def test_a_weight_root_that_hangs_costs_a_few_threads_and_then_503(
+    hung: HungDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often an orchestrator tries; once the disk is back, so is the worker."""
+    threads = DiskThreads(max_hung=2)
+    monkeypatch.setattr(disk_module.DISK, "run", threads.run)
+
+    async def load(front: Front) -> tuple[int, str]:
+        answer = await front.post("/update_weights", {"weight_dir": DEAD}, x_rlbus_limit_s="0.01")
+        return answer.status_code, answer.json()["rlbus"]["code"]
+
+    async def scenario(front: Front) -> None:
+        await front.post("/pause")
+        try:
+            assert [await load(front) for _ in range(4)] == [
+                (504, FaultCode.DEADLINE),
+                (504, FaultCode.DEADLINE),
+                (503, FaultCode.BUSY),
+                (503, FaultCode.BUSY),
+            ]
+            await front.post("/resume")
+        finally:
+            hung.come_back()
+        assert (await load(front))[0] == 409
+
+    on_surface(scenario, config=AgentConfig(weight_roots=("/",)))
+
+
+def test_only_reads_for_nobody_count(hung: HungDisk) -> None:
+    """Work that is merely slow, of many workers in one process, isn't refused; what it raises is raised."""
+
+    async def main() -> None:
+        threads = DiskThreads(max_hung=1)
+        slow = [await hung.hold(threads.run(lambda: hung.look(DEAD), DEAD)) for _ in range(4)]
+        assert await threads.run(lambda: "read", "/tmp") == "read"
+        await hung.meets(threads.run(lambda: hung.look(DEAD), DEAD))
+        with pytest.raises(BusyError, match="/tmp isn't read") as refused:
+            await threads.run(lambda: "read", "/tmp")
+        assert refused.value.fault.retryable
+        hung.come_back()
+        assert all(isinstance(found, OSError) for found in await asyncio.gather(*slow, return_exceptions=True))
+        assert await threads.run(lambda: "read", "/tmp") == "read"
+
+    run(main())
+
+
+def test_workers_read_no_named_folder_in_the_threads_of_the_loop() -> None:
+    """By their source: a new read goes through `DiskThreads`, or is listed here with a reason."""
+    (root,) = rlbus.workers.__path__
+    found = {
+        name for path in Path(root).rglob("*.py") for name in re.findall(r"to_thread\(\s*([\w.]+)", path.read_text())
+    }
+    assert found <= LENT
