@@ -41,7 +41,7 @@ from rlbus.workers.vllm_server.about import ABOUT, About
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.engine import VllmEngine
 from rlbus.workers.vllm_server.exchange import clear_left
-from rlbus.workers.vllm_server.updates import CALL_S
+from rlbus.workers.vllm_server.ranks import CALL_S
 
 _log = logging.getLogger("rlbus.workers")
 

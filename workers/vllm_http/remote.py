@@ -13,7 +13,8 @@ from rlbus.errors import EngineDeadError, EngineError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.peer_http import PeerClient, PeerError
 from rlbus.workers.vllm_server.calls import OVERDUE_S
-from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TORN, TRANSFER_S
+from rlbus.workers.vllm_server.ranks import CALL_S
+from rlbus.workers.vllm_server.updates import LOAD_S, TORN, TRANSFER_S
 
 _log = logging.getLogger("rlbus.workers")
 

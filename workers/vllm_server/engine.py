@@ -39,8 +39,9 @@ from rlbus.workers.vllm_server.guards import Guards, is_named
 from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of, parent_of
 from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.native import PassedNative
+from rlbus.workers.vllm_server.ranks import CALL_S
 from rlbus.workers.vllm_server.sleeping import Sleeping
-from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
+from rlbus.workers.vllm_server.updates import TORN, Updates
 from rlbus.workers.vllm_server.updating import UpdatingEngine
 
 _log = logging.getLogger("rlbus.workers")
