@@ -201,7 +201,7 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
             return None
         self._updates = self._make_updates(exchange, has_transfer=True)
         try:
-            return await self._updates.take_over()
+            return (await self._updates.take_over()).is_torn
         except (EngineDeadError, FolderError):
             raise
         except EngineError as exc:

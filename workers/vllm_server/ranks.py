@@ -6,15 +6,17 @@ it; each has a folder of its own for the answers (`exchange`).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from rlbus.errors import EngineError
 from rlbus.schemas import Fault, FaultCode, GroupPlan, JoinedData, RankSpan
+from rlbus.workers.engines.found import Found
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.exchange import HELLO, CallFolder, Exchange, RankOutcome
+from rlbus.workers.vllm_server.exchange import HELLO, TORN, CallFolder, Exchange, RankDraft, RankOutcome
 
 # Engine calls that only change what the engine remembers: milliseconds, unless it is busy with a step.
 CALL_S = 30.0
@@ -25,6 +27,43 @@ TAKE_OVER_S = 300.0
 # Between two looks into a folder: short while a small model passes, longer then.
 FIRST_POLL_S = 0.005
 MAX_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How agents before this one have left an engine: with an update open, and which weights torn in the middle of one.
+
+    `draft` is the draft model that every rank can update, None without one; its label is TORN if a rank's is, or if
+    they don't agree on another.
+    """
+
+    is_open: bool = False
+    is_torn: bool = False
+    draft: RankDraft | None = None
+
+    def in_words(self) -> str:
+        """What is torn."""
+        is_draft_torn = self.draft is not None and self.draft.label == TORN
+        parts = [name for name, is_torn in (("target", self.is_torn), ("draft", is_draft_torn)) if is_torn]
+        return f"torn ({' and '.join(parts)})" if parts else "whole"
+
+    def found(self, label: str | None, *, is_paused: bool, has_draft: bool) -> Found:
+        """For the agent. `has_draft`: the draft model is one that it may update."""
+        draft_label = None if self.draft is None or not has_draft else self.draft.label
+        return Found(label, is_paused, self.is_torn, draft_label, draft_label == TORN)
+
+
+def left_of(said: Sequence[RankOutcome]) -> Left:
+    """What the answers of all ranks to HELLO amount to. Pure."""
+    drafts = [outcome.draft for outcome in said if outcome.draft is not None]
+    draft = drafts[0] if len(drafts) == len(said) and drafts else None
+    if draft is not None and any(other != draft for other in drafts):
+        draft = msgspec.structs.replace(draft, label=TORN)
+    return Left(
+        is_open=any(outcome.is_open for outcome in said),
+        is_torn=any(outcome.weights_touched for outcome in said),
+        draft=draft,
+    )
 
 
 class Ranks:
@@ -95,8 +134,8 @@ class Ranks:
         await self._init(None)
         self._may_have_group = False
 
-    async def hello(self) -> list[RankOutcome]:
-        """How an engine that ran before is: every rank's answer. It may be in a group that nobody has left.
+    async def hello(self) -> Left:
+        """How an engine that ran before is, by every rank's answer. It may be in a group that nobody has left.
 
         Raises: EngineError: not every rank answers in our folder, so nothing could be joined either; EngineDeadError.
         Cancel: the ranks may go on answering.
@@ -115,19 +154,23 @@ class Ranks:
             )
             raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text))
         self._may_have_group = True
-        return said
+        return left_of(said)
 
-    async def ask(self, question: str, **more: Any) -> list[RankOutcome | None]:
-        """What every rank answers, which `more` goes with. Within a call that holds the core (`EngineCalls.hold`).
+    async def ask(self, question: str) -> list[RankOutcome | None]:
+        """What every rank answers. Within a call that holds the core (`EngineCalls.hold`).
 
         Cancel: the ranks may go on answering.
         """
         folder = self._exchange.open(question)
         try:
-            await self._call_init(folder, ask=question, **more)
-            return self.outcomes(folder, question)
+            return await self.ask_in(folder, question)
         finally:
             folder.remove()
+
+    async def ask_in(self, folder: CallFolder, question: str, **more: Any) -> list[RankOutcome | None]:
+        """The same, answered in a folder that is there; `more` goes with the question. Cancel: as `ask`."""
+        await self._call_init(folder, ask=question, **more)
+        return self.outcomes(folder, question)
 
     def outcomes(self, folder: CallFolder, step: str) -> list[RankOutcome | None]:
         """What is there of a step by now."""

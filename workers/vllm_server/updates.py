@@ -18,8 +18,16 @@ from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, Update
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
 from rlbus.workers.vllm_server.draft import DraftSums
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, CallFolder, Exchange, FolderError, RankOutcome
-from rlbus.workers.vllm_server.ranks import CALL_S, FIRST_POLL_S, MAX_POLL_S, Ranks
+from rlbus.workers.vllm_server.exchange import (
+    CHECKSUMS,
+    LABEL_DRAFT,
+    TORN,
+    CallFolder,
+    Exchange,
+    FolderError,
+    RankOutcome,
+)
+from rlbus.workers.vllm_server.ranks import CALL_S, FIRST_POLL_S, MAX_POLL_S, Left, Ranks
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -29,8 +37,6 @@ LOAD_S = 1800.0
 TRANSFER_S = 3600.0
 # How long a transfer that was told to stop may take to come back, before its caller goes.
 RELEASE_S = 1.5
-# The label of torn weights; vLLM stamps it on what is generated with them.
-TORN = "torn"
 
 
 class _Session:
@@ -92,25 +98,23 @@ class Updates:
             self._stop(session.folder, "the group was left")
         await self._ranks.leave()
 
-    async def take_over(self) -> bool:
-        """Bring an engine that ran before this agent to where an update can begin: no group, no open session. Whether
-        its weights may be torn. Called once, before anything else, by agents that live outside of the engine.
+    async def take_over(self) -> Left:
+        """Bring an engine that ran before this agent to where an update can begin: no group, no open session. What its
+        weights may be. Called once, before anything else, by agents that live outside of the engine.
 
         Raises: EngineError: not every rank answers in our folder, so nothing could be joined either; EngineDeadError.
         Cancel: called again, it finishes.
         """
-        said = await self._ranks.hello()
+        left = await self._ranks.hello()
         await self.leave()
-        is_open = any(outcome.is_open for outcome in said)
-        is_torn = any(outcome.weights_touched for outcome in said)
-        if is_open:
-            _log.warning("an update that nobody finished is closed; the weights are %s", "torn" if is_torn else "whole")
-            if is_torn:
+        if left.is_open:
+            _log.warning("an update that nobody finished is closed; the weights are %s", left.in_words())
+            if left.is_torn:
                 await self._label(TORN)
             session = _Session(None)
             session.is_open = True
             await self._close(session)
-        return is_torn
+        return left
 
     # --- an update over the group
 
@@ -268,8 +272,8 @@ class Updates:
             await self._close(session)
             outcomes = self._ranks.outcomes(session.folder, "finish")
             fault = next((fault for rank, o in enumerate(outcomes) if (fault := _problem(rank, o))), None)
-            if fault is None and not session.is_draft:
-                await self._label(label)
+            if fault is None:
+                fault = await self._label_of(session, label)
         except FaultError as exc:
             raise UpdateFailedError(exc.fault, weights_touched=True) from exc
         if fault is not None:
@@ -284,8 +288,8 @@ class Updates:
             self._stop(session.folder, "the update was aborted")
         await self._calls.settle(CALL_S)
         session.is_touched = self._is_touched(session)
-        if session.is_touched and not session.is_draft:
-            await self._label(TORN)
+        if session.is_touched:
+            await self._label_of(session, TORN)
         if self._has_transfer:
             if not session.is_open:
                 await self._open(session)
@@ -305,6 +309,22 @@ class Updates:
             session.is_open = False
 
         await self._calls.hold("finish_weight_update", finish, LOAD_S, is_paused=True)
+
+    async def _label_of(self, session: _Session, label: str) -> Fault | None:
+        """Label what the session is about. vLLM has no label of the draft's, so the ranks keep that one: what is wrong
+        with one that doesn't say that it does.
+        """
+        folder = session.folder
+        if not session.is_draft or folder is None:
+            await self._label(label)
+            return None
+        outcomes = await self._calls.hold(
+            "label of the draft model",
+            lambda: self._ranks.ask_in(folder, LABEL_DRAFT, label=label),
+            CALL_S,
+            is_paused=True,
+        )
+        return next((fault for rank, o in enumerate(outcomes) if (fault := _problem(rank, o))), None)
 
     async def label(self, version: Version) -> None:
         """See `LabelEngine.label_weights`."""
