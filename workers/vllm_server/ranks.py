@@ -177,7 +177,10 @@ class Ranks:
         return [folder.outcome(step, rank) for rank in range(self._world_size)]
 
     async def rpc(self, method: str, **kwargs: Any) -> None:
-        """As AsyncLLM's method of that name, without the request object from vLLM around its one argument."""
+        """As AsyncLLM's method of that name, without the request object from vLLM around its one argument.
+
+        Cancel: the ranks do it all the same.
+        """
         await self._llm.collective_rpc(method, kwargs=kwargs)
 
     async def _init(self, folder: CallFolder | None, *, limit_s: float = CALL_S, **more: Any) -> None:
