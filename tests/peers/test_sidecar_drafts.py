@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlbus.errors import PartialError
 from rlbus.schemas import TensorSpec
 from rlbus.sync import Trainer
 from rlbus.transfer.source import weight_source
@@ -126,7 +127,9 @@ def test_sidecar_that_dies_alone_finds_the_version_of_the_draft(scene: Scene) ->
 def test_sidecar_that_is_killed_in_mid_transfer_comes_back_with_a_torn_draft_that_an_update_heals(scene: Scene) -> None:
     """The target is whole and keeps its version; the server stands still until the draft is whole, too."""
     expected, boot_id = scene.tokens(), scene.fleet.until("7", is_admitted)["boot_id"]
-    assert not scene.update(3, Killing(scene.draft, scene.agent()), draft=True).ok
+    killing = Killing(scene.draft, scene.agent())
+    with pytest.raises(PartialError, match="the worker is gone"):
+        scene.update(3, killing, draft=True)
     member = scene.fleet.until("7", lambda m: m["liveness"] == "alive" and m["boot_id"] != boot_id)
     assert (view(member, "weights"), view(member, "draft")[0]) == (("clean", [0, 4]), "dirty")
     assert not is_admitted(member)
