@@ -26,7 +26,11 @@ _LABEL = re.compile(r"\d{1,16}\.\d{1,16}", re.ASCII)
 
 def adopt(state: WorkerState, past: Noted | None, found: Found, now: float) -> WorkerState:
     """The state to begin with. `state` has what is known without the engine, `past` is what the agent before noted."""
-    state = replace(state, weights=_weights(state, past, found), owes_flush=found.is_paused or found.is_torn)
+    weights = _weights(state.weights, None if past is None else past.weights, found.label, found.is_torn)
+    state = replace(state, weights=weights, owes_flush=found.is_paused or found.has_torn)
+    if state.draft is not None:
+        before = None if past is None else past.draft
+        state = replace(state, draft=_weights(state.draft, before, found.draft_label, found.is_draft_torn))
     if past is not None:
         # An engine that lists one of them still has these bytes under that name; another one lists none.
         state = replace(state, known_sums=past.loras, found_sums=past.loras)
@@ -40,26 +44,34 @@ def adopt(state: WorkerState, past: Noted | None, found: Found, now: float) -> W
     return replace(state, pause=pause, lease=Lease(FOUND_LEASE_S))
 
 
+def in_words(state: WorkerState, found: Found) -> str:
+    """How the engine was found, and what is made of it, for the log."""
+    held, weights, draft = "paused" if found.is_paused else "running", state.weights, state.draft
+    text = f"{held}; its weights are {weights.state.value} at {weights.version}"
+    return text if draft is None else f"{text}, those of its draft model {draft.state.value} at {draft.version}"
+
+
 def is_ours(found: Found) -> bool:
     """Whether rlbus has updated this engine before: it has a label as only rlbus writes one, or is torn."""
-    return found.is_torn or (found.label is not None and _LABEL.fullmatch(found.label) is not None)
+    labels = [label for label in (found.label, found.draft_label) if label is not None]
+    return found.has_torn or any(_LABEL.fullmatch(label) for label in labels)
 
 
 def own_pause(found: Found, new_id: str) -> tuple[str, PauseGeneration] | None:
     """The op_id and the pause with which an agent stops an engine that it found generating on torn weights; None: it
     doesn't. An update may end it; the end of its lease doesn't, before the weights are whole.
     """
-    if not found.is_torn or found.is_paused:
+    if not found.has_torn or found.is_paused:
         return None
     return new_id + PAUSE_SUFFIX, PauseGeneration(mode=PauseMode.KEEP, clear_cache=False, lease_s=FOUND_LEASE_S)
 
 
-def _weights(state: WorkerState, past: Noted | None, found: Found) -> WeightsView:
-    before = None if past is None else past.weights
-    if found.is_torn:
+def _weights(fresh: WeightsView, before: WeightsView | None, label: str | None, is_torn: bool) -> WeightsView:
+    """Of the target or of the draft: as known without the engine, as noted before, and as the engine says."""
+    if is_torn:
         return WeightsView(state=WeightsState.DIRTY, last_good=None if before is None else before.last_good)
-    if found.label is None:
+    if label is None:
         # Nobody has updated it, and what was noted says that nobody had: it is what it was started from, as then.
-        return INITIAL if before == INITIAL else state.weights
-    is_same = before is not None and before.state is WeightsState.CLEAN and str(before.version) == found.label
+        return INITIAL if before == INITIAL else fresh
+    is_same = before is not None and before.state is WeightsState.CLEAN and str(before.version) == label
     return before if before is not None and is_same else WeightsView(state=WeightsState.UNKNOWN)

@@ -33,7 +33,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.manifest import ManifestBook
-from rlbus.workers.adoption import adopt
+from rlbus.workers.adoption import adopt, in_words
 from rlbus.workers.answers import Answers, bad_message, find_op_id
 from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
@@ -293,8 +293,7 @@ class Agent:
             self._engine.go_on_asleep(self._state.asleep)
         if ledger is not None:
             ledger.note(noted(self._state))
-        weights, held = self._state.weights, "paused" if found.is_paused else "running"
-        _log.info("the engine was found %s; its weights are %s at %s", held, weights.state.value, weights.version)
+        _log.info("the engine was found %s", in_words(self._state, found))
 
     def submit(self, op_id: str, body: PauseGeneration) -> None:
         """Take a command of the agent's own."""

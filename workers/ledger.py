@@ -71,7 +71,7 @@ class Forgot(Wire, frozen=True, kw_only=False, tag="forgot"):
 
 class Noted(Wire, frozen=True, tag="noted"):
     """How the worker is: the largest term that it has seen, the newest group of that term, what sleeps or may do so,
-    and which adapters it has loaded: name, revision, checksum.
+    and which adapters it has loaded: name, revision, checksum. `draft` is None without a draft model.
     """
 
     term: int
@@ -80,6 +80,7 @@ class Noted(Wire, frozen=True, tag="noted"):
     weights: WeightsView
     asleep: tuple[SleepTag, ...] = ()
     loras: tuple[tuple[str, int, str], ...] = ()
+    draft: WeightsView | None = None
 
 
 Line = Began | Over | Forgot | Noted
@@ -288,7 +289,7 @@ def _past_of(path: Path) -> Past:
 def _lasting(noted: Noted | None) -> Noted | None:
     if noted is None or not noted.asleep:
         return None
-    return Noted(term=0, epoch=None, epoch_term=0, weights=noted.weights, asleep=noted.asleep)
+    return Noted(term=0, epoch=None, epoch_term=0, weights=noted.weights, asleep=noted.asleep, draft=noted.draft)
 
 
 @contextlib.contextmanager
@@ -311,6 +312,7 @@ def noted(state: WorkerState) -> Noted:
         weights=state.weights,
         asleep=tuple(sorted(state.maybe_asleep)),
         loras=tuple(sorted([*own, *found])),
+        draft=state.draft,
     )
 
 

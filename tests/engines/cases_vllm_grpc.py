@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rlbus.workers.engines.base import Engine
 
 # Long enough that a request still runs when a machine under load comes to abort it.
-_MAX_TOKENS = 2048
+MAX_TOKENS = 2048
 # A stream of tokens may be silent while the engine is paused, but not longer than a test.
 _SILENCE_S = 60.0
 
 
-class _Opened(OpenedVllm):
+class OpenedGrpc(OpenedVllm):
     """Requests go through the server's OpenAI routes, whose ids are those of `abort`."""
 
     def __init__(self, url: str, model: str, engine: "Engine", plane: Any, weights: "Mapping[str, Any]") -> None:
@@ -68,7 +68,26 @@ class _Opened(OpenedVllm):
 
 
 @asynccontextmanager
-async def _open(folder: Path) -> AsyncIterator[_Opened]:
+async def serving(folder: Path, model: Path, *options: str) -> AsyncIterator[tuple[str, str]]:
+    """A vllm-rs server with rlbus's transfer: the URLs of its OpenAI routes, and of its gRPC service."""
+    http_port, grpc_port = free_port(), free_port()
+    programs = Programs(folder)
+    try:
+        transfer = ("--weight-transfer-config", json.dumps({"backend": "gloo"}))
+        server = programs.start_vllm_rs(model, http_port, grpc_port, *transfer, *options, max_model_len=MAX_TOKENS)
+        await asyncio.to_thread(server.until_answers, f"http://127.0.0.1:{http_port}/health")
+        yield f"http://127.0.0.1:{http_port}", f"http://127.0.0.1:{grpc_port}"
+    finally:
+        programs.close()
+
+
+def missing() -> str | None:
+    """What isn't here."""
+    return None if vllm_rs.is_there() else "vllm-rs, which `make test-peers` fetches"
+
+
+@asynccontextmanager
+async def _open(folder: Path) -> AsyncIterator[OpenedGrpc]:
     from safetensors.torch import load_file
 
     from rlbus.transfer.torch_plane import TorchPlane
@@ -77,23 +96,15 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     from rlbus.workers.vllm_grpc.control import Control
     from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 
-    model = make_tiny_model(folder / "model", vocab_size=512, max_positions=_MAX_TOKENS)
-    http_port, grpc_port = free_port(), free_port()
-    programs = Programs(folder)
+    model = make_tiny_model(folder / "model", vocab_size=512, max_positions=MAX_TOKENS)
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(programs.close)
-        transfer = ("--weight-transfer-config", json.dumps({"backend": "gloo"}))
-        server = programs.start_vllm_rs(model, http_port, grpc_port, *transfer, max_model_len=_MAX_TOKENS)
-        url = f"http://127.0.0.1:{http_port}"
-        await asyncio.to_thread(server.until_answers, f"{url}/health")
+        url, grpc_url = await stack.enter_async_context(serving(folder, model))
         plane = TorchPlane("gloo")
         stack.push_async_callback(plane.aclose)
-        engine = VllmGrpcEngine(
-            Control(Peer.of(f"http://127.0.0.1:{grpc_port}")), completions_url=url, run_dir=str(folder)
-        )
+        engine = VllmGrpcEngine(Control(Peer.of(grpc_url)), completions_url=url, run_dir=str(folder))
         stack.push_async_callback(engine.aclose)
         await engine.start()
-        opened = _Opened(url, str(model), engine, plane, load_file(model / "model.safetensors"))
+        opened = OpenedGrpc(url, str(model), engine, plane, load_file(model / "model.safetensors"))
         stack.push_async_callback(opened.aclose)
         yield opened
 
@@ -102,7 +113,7 @@ CASE = EngineCase(
     name="vllm_grpc",
     open=_open,
     requires=("vllm", "grpc"),
-    missing=lambda: None if vllm_rs.is_there() else "vllm-rs, which `make test-peers` fetches",
+    missing=missing,
     long_tokens=1000,
     limit_s=110.0,
     settle_s=0.2,

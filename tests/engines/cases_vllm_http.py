@@ -17,7 +17,9 @@ API_KEY = "contract-key"
 MAX_TOKENS = 2048
 
 
-class _Opened(_Weighted):
+class OpenedHttp(_Weighted):
+    """A server behind its sidecar."""
+
     def __init__(self, http: httpx.AsyncClient, engine: Any, plane: Any, weights: Any, folder: Path) -> None:
         super().__init__(None, engine, plane, weights, folder=folder)
         self._http = http
@@ -64,7 +66,22 @@ class _Opened(_Weighted):
 
 
 @asynccontextmanager
-async def _open(folder: Path) -> AsyncIterator[_Opened]:
+async def serving(folder: Path, model: Path, *options: str) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """A vLLM server of its own process, with rlbus's transfer: a client with its key, and its URL."""
+    programs, port = Programs(folder), free_port()
+    transfer = ("--weight-transfer-config", '{"backend": "gloo"}', "--api-key", API_KEY)
+    try:
+        server = programs.start_vllm(model, port, *transfer, *options, "--max-model-len", str(MAX_TOKENS))
+        await asyncio.to_thread(server.until_answers, f"http://127.0.0.1:{port}/health")
+        headers = {"Authorization": f"Bearer {API_KEY}"}
+        async with httpx.AsyncClient(headers=headers, timeout=120.0, trust_env=False) as http:
+            yield http, f"http://127.0.0.1:{port}"
+    finally:
+        programs.close()
+
+
+@asynccontextmanager
+async def _open(folder: Path) -> AsyncIterator[OpenedHttp]:
     from safetensors.torch import load_file
 
     from rlbus.transfer.torch_plane import TorchPlane
@@ -73,22 +90,16 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     from rlbus.workers.vllm_http.engine import VllmHttpEngine
 
     model = make_tiny_model(folder / "model", vocab_size=512, max_positions=MAX_TOKENS)
-    programs, port = Programs(folder), free_port()
-    plane = TorchPlane("gloo")
-    headers = {"Authorization": f"Bearer {API_KEY}"}
-    transfer = ("--weight-transfer-config", '{"backend": "gloo"}', "--api-key", API_KEY)
     loras = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "4", "--max-lora-rank", "8")
-    server = programs.start_vllm(model, port, *transfer, *loras, "--max-model-len", str(MAX_TOKENS))
-    engine = VllmHttpEngine(Peer.of(f"http://127.0.0.1:{port}", api_key=API_KEY), run_dir=str(folder))
-    try:
-        await asyncio.to_thread(server.until_answers, f"http://127.0.0.1:{port}/health")
-        async with httpx.AsyncClient(headers=headers, timeout=120.0, trust_env=False) as http:
+    plane = TorchPlane("gloo")
+    async with serving(folder, model, *loras) as (http, url):
+        engine = VllmHttpEngine(Peer.of(url, api_key=API_KEY), run_dir=str(folder))
+        try:
             await engine.start()
-            yield _Opened(http, engine, plane, load_file(model / "model.safetensors"), folder)
-    finally:
-        await engine.aclose()
-        await plane.aclose()
-        programs.close()
+            yield OpenedHttp(http, engine, plane, load_file(model / "model.safetensors"), folder)
+        finally:
+            await engine.aclose()
+            await plane.aclose()
 
 
 CASE = EngineCase(name="vllm_http", open=_open, requires=("vllm",), long_tokens=1200, settle_s=0.2, open_s=300.0)

@@ -25,19 +25,12 @@ def _case(path: Path) -> EngineCase:
     return case
 
 
-def _needs(case: EngineCase) -> str:
-    """What the case lacks here, in words; empty if nothing."""
-    missing = [name for name in case.requires if importlib.util.find_spec(name) is None]
-    missing += [what] if (what := case.missing()) is not None else []
-    return f"needs {', '.join(missing)}" if missing else ""
-
-
 def _params() -> list[object]:
     is_required = os.environ.get("PEERS_REQUIRED") == "1"
     params: list[object] = []
     for path in sorted(Path(__file__).parent.glob("cases_*.py")):
         case = _case(path)
-        needs = _needs(case)
+        needs = case.needs()
         skip = [pytest.mark.skip(reason=needs)] if needs and not is_required else []
         # The first test of a case starts its engine; the limit of all other tests would cut that short.
         limit = pytest.mark.timeout(case.open_s + case.limit_s)
@@ -49,7 +42,7 @@ def _params() -> list[object]:
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
     """The opened engine of one case."""
     case: EngineCase = request.param
-    if needs := _needs(case):
+    if needs := case.needs():
         pytest.fail(f"{case.name} {needs}, and PEERS_REQUIRED is set", pytrace=False)
     runner = CaseRunner(case, tmp_path_factory.mktemp(case.name))
     try:

@@ -1,10 +1,10 @@
-"""What an engine with a draft model has to do with it: the same checks on fake and vLLM.
+"""What an engine with a draft model has to do with it: the same checks on fake, vLLM and the sidecars of its servers.
 
 Each test begins with a running engine without a group and leaves it so; both its models are complete, of any version.
 """
 
 import asyncio
-import importlib.util
+import os
 from collections.abc import Iterator
 from typing import cast
 
@@ -29,17 +29,21 @@ from rlbus.workers.engines.contract import (
 )
 from rlbus.workers.engines.contract_draft import OpenedDraftEngine, draft, draft_order, transfer_draft, update_draft
 from rlbus.workers.engines.draft import drafter
-from tests.engines.drafting import CASES, TARGET, TWIN, DraftingVllm
+from rlbus.workers.engines.found import Found
+from tests.engines.drafting import CASES, TARGET, TWIN, Drafting, Outliving
 
 pytestmark = pytest.mark.engine
 
 
 def _params() -> list[object]:
+    is_required = os.environ.get("PEERS_REQUIRED") == "1"
     found: list[object] = []
     for case in CASES:
-        missing = [name for name in case.requires if importlib.util.find_spec(name) is None]
-        skip = [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
-        found.append(pytest.param(case, id=case.name, marks=skip))
+        needs = case.needs()
+        skip = [pytest.mark.skip(reason=needs)] if needs and not is_required else []
+        # The first test of a case starts its engine; the limit of all other tests would cut that short.
+        limit = pytest.mark.timeout(case.open_s + case.limit_s)
+        found.append(pytest.param(case, id=case.name, marks=[limit, *skip]))
     return found
 
 
@@ -47,6 +51,8 @@ def _params() -> list[object]:
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
     """The opened engine of one case."""
     case: EngineCase = request.param
+    if needs := case.needs():
+        pytest.fail(f"{case.name} {needs}, and PEERS_REQUIRED is set", pytrace=False)
     runner = CaseRunner(case, tmp_path_factory.mktemp(f"draft-{case.name}"))
     try:
         runner.start()
@@ -63,6 +69,15 @@ def having(opened: OpenedEngine) -> OpenedDraftEngine:
 def has(found: ChecksumsData, expected: dict[str, str]) -> bool:
     """Whether the engine's draft holds these tensors."""
     return bool(expected) and expected.items() <= {one.name: one.checksum for one in found.sums}.items()
+
+
+async def cut_short(opened: OpenedDraftEngine, is_draft: bool) -> None:
+    """A transfer of either, whose trainer dies before the last tensor."""
+    async with grouped(opened) as epoch:
+        if is_draft:
+            await transfer_draft(opened, epoch, Version(step=8), num_tensors=len(opened.draft_tensors()) - 1)
+        else:
+            await transfer(opened, epoch, B, num_tensors=len(opened.tensors()) - 1)
 
 
 def test_engine_without_a_draft_says_so(runner: CaseRunner) -> None:
@@ -164,8 +179,7 @@ def test_draft_that_was_torn_is_healed_by_a_whole_one(drafting: CaseRunner) -> N
         expected, target = await tokens(opened, 24), await opened.engine.checksums()
         async with paused(opened):
             with pytest.raises(UpdateFailedError) as caught:
-                async with grouped(opened) as epoch:
-                    await transfer_draft(opened, epoch, Version(step=8), num_tensors=len(opened.draft_tensors()) - 1)
+                await cut_short(opened, is_draft=True)
             assert caught.value.weights_touched
             await opened.engine.abort_update()
             assert await opened.engine.checksums() == target
@@ -174,6 +188,38 @@ def test_draft_that_was_torn_is_healed_by_a_whole_one(drafting: CaseRunner) -> N
         await update_draft(opened, Version(step=9))
         assert has(await draft(opened).draft_checksums(), opened.sums_of(Version(step=9)))
         assert await tokens(opened, 24) == expected
+
+    drafting.run(check)
+
+
+@pytest.mark.parametrize("is_draft", [True, False])
+def test_next_sidecar_of_a_server_is_told_which_of_the_two_the_one_before_has_torn(
+    drafting: CaseRunner, is_draft: bool
+) -> None:
+    """It was killed in mid transfer, with vLLM's session open. The other one is what it was, and keeps its label."""
+
+    async def check(opened: OpenedEngine) -> None:
+        if not isinstance(opened, Outliving):
+            return
+        either, first = having(opened), Version(step=3)
+        await update(either, A)
+        await update_draft(either, first)
+        await opened.follow()
+        assert opened.found == Found(str(A), False, False, draft_label="0.3")
+        async with paused(either):
+            with pytest.raises(UpdateFailedError) as caught:
+                await cut_short(either, is_draft)
+            assert caught.value.weights_touched
+            await opened.follow()
+            if is_draft:
+                assert opened.found == Found(str(A), True, False, draft_label="torn", is_draft_torn=True)
+            else:
+                assert opened.found == Found("torn", True, is_torn=True, draft_label="0.3")
+            assert has(await draft(either).draft_checksums(), either.sums_of(first)) is not is_draft
+        await update_draft(either, Version(step=9))
+        await update(either, A)
+        await opened.follow()
+        assert opened.found == Found(str(A), False, False, draft_label="0.9")
 
     drafting.run(check)
 
@@ -200,15 +246,15 @@ def test_vllm_drafts_with_what_it_was_given(drafting: CaseRunner) -> None:
     """A draft that is the target's twin is accepted always, a random one hardly ever; the tokens are the same."""
 
     async def check(opened: OpenedEngine) -> None:
-        if not isinstance(opened, DraftingVllm):
+        if not isinstance(opened, Drafting):
             return
         await update(opened, TARGET)
         expected, accepted = await tokens(opened, 60), []
         for version in (Version(step=9), TWIN):
             await update_draft(opened, version)
-            before = opened.num_drafted()
+            before = await opened.num_drafted()
             assert await tokens(opened, 60) == expected
-            drafted, taken = (new - old for new, old in zip(opened.num_drafted(), before, strict=True))
+            drafted, taken = (new - old for new, old in zip(await opened.num_drafted(), before, strict=True))
             accepted.append(taken / drafted)
         assert accepted[0] < 0.5
         assert accepted[1] > 0.9

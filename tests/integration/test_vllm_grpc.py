@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("grpc")
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError, RefusedError
-from rlbus.schemas import FaultCode, Generation, PauseMode, Version
+from rlbus.schemas import DRAFT_ROUTE, FaultCode, Generation, PauseMode, Version
+from rlbus.workers.engines.draft import drafter
 from rlbus.workers.peer_http import Peer
 from rlbus.workers.vllm_grpc import control as control_module
 from rlbus.workers.vllm_grpc.control import Control
 from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 from rlbus.workers.vllm_http.supervisor import LOST
-from rlbus.workers.vllm_server.exchange import CallFolder, RankOutcome
+from rlbus.workers.vllm_server.exchange import CallFolder, RankDraft, RankOutcome
 from tests.integration.scripted_control import Script, forever, serve
 
 pytestmark = pytest.mark.integration
@@ -323,6 +324,55 @@ def test_engine_that_was_left_paused_and_torn_is_found_so(tmp_path: Path) -> Non
             await engine.start()
             assert (engine.found.is_paused, engine.found.is_torn) == (True, True)
             assert "FinishWeightUpdate" in script.calls
+            await engine.aclose()
+
+    go(check())
+
+
+def drafting(script: Script, folder: Path, label: str | None = None) -> None:
+    """Let the ranks speculate with a model in the folder, and have one GPU each."""
+    from rlbus.workers.torch_lm.make import make_tiny_model
+
+    script.model = str(make_tiny_model(folder / "model", vocab_size=512))
+    draft = str(make_tiny_model(folder / "draft", vocab_size=512, layers=1))
+    said = RankDraft(method="draft_model", model=draft, label=label)
+    greeting(script, RankOutcome(device="cuda", draft=said, digests={"d": "cd" * 32}))
+
+
+def test_draft_is_asked_about_by_the_services_own_call_and_found_torn_by_its_ranks(tmp_path: Path) -> None:
+    """The server, which has one label only, says nothing of it; a server that can't update it isn't asked to."""
+
+    async def check() -> None:
+        for has_draft in (True, False):
+            script = Script(has_draft=has_draft, label="0.7")
+            drafting(script, tmp_path, "torn")
+            async with serve(script) as port:
+                engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
+                await engine.start()
+                assert (DRAFT_ROUTE in engine.info.routes) is has_draft
+                assert (engine.found.is_torn, engine.found.is_draft_torn) == (False, has_draft)
+                if has_draft:
+                    await drafter(engine).draft_checksums()
+                    made = [call for call in script.calls if call.endswith("WeightUpdate")]
+                    assert made == ["StartDraftWeightUpdate", "FinishWeightUpdate"]
+                await engine.aclose()
+
+    go(check())
+
+
+def test_sleep_that_would_discard_a_draft_is_refused(tmp_path: Path) -> None:
+    """With the last wake the server generates at once, and its label would say that the target is whole by then."""
+
+    async def check() -> None:
+        script = Script(has_draft=True, has_sleep=True)
+        drafting(script, tmp_path)
+        async with serve(script) as port:
+            engine = VllmGrpcEngine(control_at(port), run_dir=str(tmp_path))
+            await engine.start()
+            with pytest.raises(RefusedError, match="level 2 would discard the draft"):
+                await engine.sleep(engine.sleep_tags, 2, PauseMode.KEEP)
+            assert "Sleep" not in script.calls
+            await engine.sleep(engine.sleep_tags, 1, PauseMode.KEEP)
             await engine.aclose()
 
     go(check())

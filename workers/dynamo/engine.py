@@ -35,7 +35,8 @@ from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, FolderError, RankOutcome
-from rlbus.workers.vllm_server.updates import CALL_S, Updates
+from rlbus.workers.vllm_server.ranks import CALL_S
+from rlbus.workers.vllm_server.updates import Updates
 from rlbus.workers.vllm_server.updating import UpdatingEngine
 
 _log = logging.getLogger("rlbus.workers")
@@ -200,7 +201,7 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
             return None
         self._updates = self._make_updates(exchange, has_transfer=True)
         try:
-            return await self._updates.take_over()
+            return (await self._updates.take_over()).is_torn
         except (EngineDeadError, FolderError):
             raise
         except EngineError as exc:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlbus.workers.dynamo.surface import DynamoError, Surface
-from rlbus.workers.vllm_server.exchange import CallFolder
-from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TORN, TRANSFER_S
+from rlbus.workers.vllm_server.exchange import TORN, CallFolder
+from rlbus.workers.vllm_server.ranks import CALL_S
+from rlbus.workers.vllm_server.updates import LOAD_S, TRANSFER_S
 
 _GROUP, _DISTRIBUTED, _DISK = (
     "init_weights_update_group",

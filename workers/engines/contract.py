@@ -6,6 +6,7 @@ without a group, and with clean weights.
 """
 
 import asyncio
+import importlib.util
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -101,6 +102,12 @@ class EngineCase:
     limit_s: float = 60.0
     counts_requests: bool = True
     takes_other_dtypes: bool = True
+
+    def needs(self) -> str:
+        """What the case lacks here, in words; empty if nothing."""
+        missing = [name for name in self.requires if importlib.util.find_spec(name) is None]
+        missing += [what] if (what := self.missing()) is not None else []
+        return f"needs {', '.join(missing)}" if missing else ""
 
 
 class CaseRunner:

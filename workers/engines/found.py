@@ -14,12 +14,19 @@ class Found:
     """How an engine was found at the start of its adapter.
 
     `label` is its own label of its weights, None if it has none. `is_torn` says that an update ended in their middle:
-    they aren't to be generated on.
+    they aren't to be generated on. The same of its draft model, if it lists DRAFT_ROUTE.
     """
 
     label: str | None
     is_paused: bool
     is_torn: bool
+    draft_label: str | None = None
+    is_draft_torn: bool = False
+
+    @property
+    def has_torn(self) -> bool:
+        """Whether either keeps it from generating."""
+        return self.is_torn or self.is_draft_torn
 
 
 @runtime_checkable

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlbus.schemas import DRAFT_ROUTE
 from rlbus.workers.engines.sleep import SLEEP_ROUTES
-from rlbus.workers.vllm_server.exchange import RankOutcome
+from rlbus.workers.vllm_server.exchange import RankDraft, RankOutcome
+from rlbus.workers.vllm_server.ranks import left_of
 
 # Names under which rlbus adds its transfer backend to vLLM. Source: rlbus.workers.vllm_server.plugin.register.
 BACKENDS = ("gloo", "rlbus")
@@ -59,6 +61,8 @@ class Greeting:
 
     devices: tuple[str, ...] = ()
     problem: str | None = None
+    # What all of them speculate with, as they say it.
+    draft: RankDraft | None = None
 
 
 def is_ours(facts: ServerFacts) -> str | None:
@@ -80,11 +84,13 @@ def greeting_of(outcomes: Sequence[RankOutcome | None]) -> Greeting:
             return Greeting(problem=f"rank {rank}: {text}, with the same temporary folder")
         if outcome.fault is not None:
             return Greeting(problem=f"rank {rank}: {outcome.fault.message}")
-    return Greeting(tuple(outcome.device for outcome in outcomes if outcome is not None))
+    said = [outcome for outcome in outcomes if outcome is not None]
+    return Greeting(tuple(outcome.device for outcome in said), draft=left_of(said).draft)
 
 
-def routes_of(facts: ServerFacts, greeting: Greeting, *, has_expected: bool) -> frozenset[str]:
-    """The routes that are advertised. `has_expected`: the model's tensors are known, so that updates can be checked.
+def routes_of(facts: ServerFacts, greeting: Greeting, *, has_expected: bool, has_draft: bool = False) -> frozenset[str]:
+    """The routes that are advertised. `has_expected`: the model's tensors are known, so that updates can be checked;
+    `has_draft`: those of a draft model are, too.
 
     Sums and reloads go through rlbus's transfer backend in the ranks, since the service has no call for either.
     """
@@ -93,6 +99,7 @@ def routes_of(facts: ServerFacts, greeting: Greeting, *, has_expected: bool) -> 
         routes.add("get_weight_checksums")
         if has_expected:
             routes |= {"update_weights_from_disk", "update_weights_from_distributed"}
+            routes |= {DRAFT_ROUTE} if has_draft and facts.has_draft else set()
     # On a CPU vLLM only says that it sleeps (facts/vllm-cpu.md 9).
     if facts.has_sleep and "cpu" not in greeting.devices:
         routes |= SLEEP_ROUTES

@@ -163,6 +163,10 @@ class Control:
         """Open a session. Cancel: it may be open."""
         await self._call(messages.START_UPDATE, limit_s)
 
+    async def start_draft_update(self, limit_s: float) -> None:
+        """Open a session about the draft model. Cancel: it may be open."""
+        await self._call(messages.START_DRAFT_UPDATE, limit_s)
+
     async def update_weights(self, info: bytes, limit_s: float) -> None:
         """Hand `info` (JSON) to every rank's transfer engine, and wait for what it does. Cancel: it does it."""
         await self._call(messages.UPDATE_WEIGHTS, limit_s, update_info_json=info)

@@ -8,10 +8,12 @@ way isn't advertised.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
 from rlbus.schemas import (
+    DRAFT_ROUTE,
     ChecksumsData,
     FaultCode,
     Generation,
@@ -31,10 +33,12 @@ from rlbus.workers.vllm_grpc.weights import GrpcWeights
 from rlbus.workers.vllm_http.supervisor import LOST, tell_lost
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
+from rlbus.workers.vllm_server.draft import expected_from
 from rlbus.workers.vllm_server.engine import UNLABELLED
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, FolderError, clear_left
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, TORN, Exchange, FolderError, clear_left
 from rlbus.workers.vllm_server.model import expected_of
-from rlbus.workers.vllm_server.updates import TORN, Updates
+from rlbus.workers.vllm_server.ranks import Left
+from rlbus.workers.vllm_server.updates import Updates
 from rlbus.workers.vllm_server.updating import UpdatingEngine
 
 _log = logging.getLogger("rlbus.workers")
@@ -107,6 +111,8 @@ class VllmGrpcEngine(UpdatingEngine):
         greeting = await self._greet(facts)
         if greeting.problem is None:
             self._expected = await asyncio.to_thread(expected_of, facts.model)
+            if greeting.draft is not None and facts.has_draft:
+                self._draft = await asyncio.to_thread(expected_from, greeting.draft)
         else:
             _log.warning("updates of %s are off: %s", facts.served_name, greeting.problem)
         self._updates = Updates(
@@ -123,15 +129,22 @@ class VllmGrpcEngine(UpdatingEngine):
             engine="vllm_grpc",
             model=facts.served_name,
             world_size=facts.num_ranks,
-            routes=routes_of(facts, greeting, has_expected=self._expected is not None),
+            routes=routes_of(
+                facts, greeting, has_expected=self._expected is not None, has_draft=self._draft is not None
+            ),
             backends=backends,
             completions_url=self._completions_url,
         )
-        is_torn = greeting.problem is None and await self._updates.take_over()
+        left = await self._updates.take_over() if greeting.problem is None else Left()
         observed = await self.observe()
         is_paused = observed.generation is Generation.PAUSED
         self._sleeping.is_known = not is_paused or not self.sleep_tags
-        self._found = Found(observed.weight_version, is_paused, is_torn or observed.weight_version == TORN)
+        left = replace(left, is_torn=left.is_torn or observed.weight_version == TORN)
+        self._found = left.found(observed.weight_version, is_paused=is_paused, has_draft=self._has_draft)
+
+    @property
+    def _has_draft(self) -> bool:
+        return DRAFT_ROUTE in self.info.routes
 
     async def _greet(self, facts: ServerFacts) -> Greeting:
         """Whether the ranks have rlbus's transfer backend, and see the folder that they are to answer in."""
@@ -234,7 +247,12 @@ class VllmGrpcEngine(UpdatingEngine):
         self._sleeping.go_on(tags)
 
     async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
-        """See `SleepEngine`. Both tags at once only."""
+        """See `SleepEngine`. Both tags at once only, and not discarding a draft model: the server generates at once
+        with the last wake, and its label speaks of the target only.
+        """
+        if level > 1 and self._has_draft:
+            text = "level 2 would discard the draft model's weights, and the server generate with what is left; use 1"
+            raise refused(FaultCode.BAD_MESSAGE, text, level=level)
         return await self._sleeping.sleep(tags, level, mode)
 
     async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:

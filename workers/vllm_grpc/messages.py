@@ -81,6 +81,7 @@ SLEEP = Method("Sleep", "SleepRequest")
 WAKE_UP = Method("WakeUp", "WakeUpRequest")
 INIT_TRANSFER = Method("InitWeightTransferEngine", "InitWeightTransferEngineRequest")
 START_UPDATE = Method("StartWeightUpdate")
+START_DRAFT_UPDATE = Method("StartDraftWeightUpdate")
 UPDATE_WEIGHTS = Method("UpdateWeights", "UpdateWeightsRequest")
 FINISH_UPDATE = Method("FinishWeightUpdate")
 SET_VERSION = Method("UpdateWeightVersion", "UpdateWeightVersionRequest")
@@ -96,6 +97,7 @@ METHODS = (
     WAKE_UP,
     INIT_TRANSFER,
     START_UPDATE,
+    START_DRAFT_UPDATE,
     UPDATE_WEIGHTS,
     FINISH_UPDATE,
     SET_VERSION,

@@ -19,7 +19,7 @@ from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.pausing import WAIT_S, Pausing
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.updates import TORN
+from rlbus.workers.vllm_server.exchange import TORN
 
 TAGS = frozenset({SleepTag.WEIGHTS, SleepTag.KV_CACHE})
 # 1 keeps the weights in host memory, 2 discards them.

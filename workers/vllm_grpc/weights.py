@@ -15,8 +15,8 @@ from rlbus.errors import EngineDeadError, EngineError, FaultError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.vllm_grpc.control import CALL_S, Control
 from rlbus.workers.vllm_grpc.faults import as_engine_error
-from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, RankOutcome
-from rlbus.workers.vllm_server.updates import LOAD_S, TORN, TRANSFER_S
+from rlbus.workers.vllm_server.exchange import TORN, CallFolder, Exchange, RankOutcome
+from rlbus.workers.vllm_server.updates import LOAD_S, TRANSFER_S
 
 T = TypeVar("T")
 # A call's own deadline, beyond that of whoever waits for it: it is dropped only long after it was given up.
@@ -55,6 +55,10 @@ class GrpcWeights:
     async def start_weight_update(self) -> None:
         """Open a session. Raises: CollectiveError, EngineError, EngineDeadError. Cancel: it may be open."""
         await _as_vllm_raises(self._control.start_update(CALL_S + LATE_S))
+
+    async def start_draft_weight_update(self) -> None:
+        """Open one about the draft model. Raises: as `start_weight_update`. Cancel: it may be open."""
+        await _as_vllm_raises(self._control.start_draft_update(CALL_S + LATE_S))
 
     async def finish_weight_update(self) -> None:
         """Close the session. Raises: CollectiveError, EngineError, EngineDeadError. Cancel: it may be closed."""

@@ -14,6 +14,7 @@ import httpx
 
 from rlbus.errors import ConfigError, EngineDeadError, EngineError
 from rlbus.schemas import (
+    DRAFT_ROUTE,
     LORA_ROUTES,
     ChecksumsData,
     Fault,
@@ -41,7 +42,7 @@ from rlbus.workers.vllm_server.about import ABOUT, About
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.engine import VllmEngine
 from rlbus.workers.vllm_server.exchange import clear_left
-from rlbus.workers.vllm_server.updates import CALL_S
+from rlbus.workers.vllm_server.ranks import CALL_S
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -59,6 +60,7 @@ ROUTES = frozenset(
         "set_weight_version",
         "update_weights_from_disk",
         "update_weights_from_distributed",
+        DRAFT_ROUTE,
     }
 )
 # Of a completion with several prompts, so many are looked for by the id of its request, where the server can't be asked
@@ -130,10 +132,11 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
             self._llm, completions_url=self._completions_url(), run_dir=self._run_dir, sees_requests=False
         )
         await inner.start()
-        is_torn = await inner.take_over()
+        left = await inner.take_over()
         observed = await inner.observe()
-        self._found = Found(observed.weight_version, observed.generation is Generation.PAUSED, is_torn)
         info = inner.info
+        is_paused = observed.generation is Generation.PAUSED
+        self._found = left.found(observed.weight_version, is_paused=is_paused, has_draft=DRAFT_ROUTE in info.routes)
         routes = info.routes & ROUTES
         # With several API servers each knows only its own requests.
         if facts.config.parallel_config._api_process_count == 1:
@@ -234,8 +237,10 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
 
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
+        is_draft = self._ready().is_about_draft
         await self._ready().finish_update(version)
-        await self._restore_after_weights()
+        if not is_draft:
+            await self._restore_after_weights()
 
     async def abort_update(self) -> None:
         """See `Engine`. Torn weights are labelled so."""
@@ -263,6 +268,14 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
     async def checksums(self) -> ChecksumsData:
         """See `VllmEngine.checksums`. Cancel: the engine goes on computing them."""
         return await self._ready().checksums()
+
+    def check_draft_manifest(self, tensors: Sequence[TensorSpec]) -> None:
+        """See `DraftEngine`."""
+        self._ready().check_draft_manifest(tensors)
+
+    async def draft_checksums(self) -> ChecksumsData:
+        """See `DraftEngine`, and `VllmEngine.checksums`. Cancel: the engine goes on computing them."""
+        return await self._ready().draft_checksums()
 
     # --- within
 

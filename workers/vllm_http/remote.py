@@ -13,7 +13,9 @@ from rlbus.errors import EngineDeadError, EngineError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.peer_http import PeerClient, PeerError
 from rlbus.workers.vllm_server.calls import OVERDUE_S
-from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TORN, TRANSFER_S
+from rlbus.workers.vllm_server.exchange import TORN
+from rlbus.workers.vllm_server.ranks import CALL_S
+from rlbus.workers.vllm_server.updates import LOAD_S, TRANSFER_S
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -101,6 +103,10 @@ class RemoteLLM:
     async def start_weight_update(self) -> None:
         """See AsyncLLM. Cancel: a session may be open."""
         await self._collective("/start_weight_update", {}, CALL_S)
+
+    async def start_draft_weight_update(self) -> None:
+        """See AsyncLLM. Cancel: a session may be open."""
+        await self._collective("/start_draft_weight_update", {}, CALL_S)
 
     async def finish_weight_update(self) -> None:
         """See AsyncLLM; the label stays. Cancel: it goes on in the engine."""

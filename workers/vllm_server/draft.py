@@ -13,8 +13,8 @@ from rlbus.schemas import ChecksumsData, Fault, FaultCode
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
-from rlbus.workers.vllm_server.exchange import RankOutcome
-from rlbus.workers.vllm_server.model import expected_tensors
+from rlbus.workers.vllm_server.exchange import RankDraft, RankOutcome
+from rlbus.workers.vllm_server.model import expected_of, expected_tensors
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -23,33 +23,55 @@ _log = logging.getLogger("rlbus.workers")
 METHOD = "draft_model"
 
 
+def draft_of(config: Any, label: str | None = None) -> RankDraft | None:
+    """What a VllmConfig speculates with, if with anything; whose weights have that label."""
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is None:
+        return None
+    own = speculative.draft_model_config
+    return RankDraft(
+        method=str(speculative.method),
+        model="" if own is None else str(own.model),
+        revision=None if own is None else own.revision,
+        num_stages=config.parallel_config.pipeline_parallel_size,
+        label=label,
+    )
+
+
 def expected_draft(llm: Any) -> ExpectedTensors | None:
     """What a full update of the draft consists of; None if there is none, or it can't be updated: the log says why.
 
     Blocking, up to seconds: call it in a thread.
     """
-    config = llm.vllm_config
-    speculative = getattr(config, "speculative_config", None)
-    if speculative is None:
+    draft = draft_of(llm.vllm_config)
+    if draft is None or not _can_be_updated(draft):
         return None
-    why = _obstacle(llm, speculative)
+    if not hasattr(llm, "start_draft_weight_update"):
+        _log.info("updates of the draft model are off: this vLLM has none")
+        return None
+    return _told(expected_tensors(llm.vllm_config.speculative_config.draft_model_config))
+
+
+def expected_from(draft: RankDraft) -> ExpectedTensors | None:
+    """The same from outside, by what the ranks say."""
+    return _told(expected_of(draft.model, draft.revision)) if _can_be_updated(draft) else None
+
+
+def _can_be_updated(draft: RankDraft) -> bool:
+    why = None
+    if draft.method != METHOD or not draft.model:
+        why = f"speculation by {draft.method!r} has no whole model of its own"
+    elif draft.num_stages > 1:
+        why = "with pipeline parallelism only the last ranks have it"
     if why is not None:
         _log.info("updates of the draft model are off: %s", why)
-        return None
-    expected = expected_tensors(speculative.draft_model_config)
+    return why is None
+
+
+def _told(expected: ExpectedTensors | None) -> ExpectedTensors | None:
     if expected is not None:
         _log.info("updates of the draft model are checked against %s", expected.source)
     return expected
-
-
-def _obstacle(llm: Any, speculative: Any) -> str | None:
-    if speculative.method != METHOD or speculative.draft_model_config is None:
-        return f"speculation by {speculative.method!r} has no whole model of its own"
-    if llm.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "with pipeline parallelism only the last ranks have it"
-    if not hasattr(llm, "start_draft_weight_update"):
-        return "this vLLM has no updates of draft models"
-    return None
 
 
 class DraftSums:

@@ -7,6 +7,7 @@ in the one API server process that has the agent.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlbus.errors import EngineError, refused
@@ -22,7 +23,6 @@ from rlbus.schemas import (
     PauseMode,
     SleepData,
     SleepTag,
-    TensorSpec,
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed
@@ -31,16 +31,16 @@ from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
-from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.checksums import checksums_data
-from rlbus.workers.vllm_server.draft import expected_draft
-from rlbus.workers.vllm_server.exchange import Exchange
+from rlbus.workers.vllm_server.draft import expected_draft, expected_from
+from rlbus.workers.vllm_server.exchange import TORN, Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
 from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of, parent_of
 from rlbus.workers.vllm_server.model import expected_tensors
 from rlbus.workers.vllm_server.native import PassedNative
+from rlbus.workers.vllm_server.ranks import CALL_S, Left
 from rlbus.workers.vllm_server.sleeping import Sleeping
-from rlbus.workers.vllm_server.updates import CALL_S, TORN, Updates
+from rlbus.workers.vllm_server.updates import Updates
 from rlbus.workers.vllm_server.updating import UpdatingEngine
 
 _log = logging.getLogger("rlbus.workers")
@@ -102,8 +102,6 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
         self._passed = PassedNative(llm, self._calls)
         self._native: NativeEngine = self._passed
         self._exchange: Exchange | None = None
-        # What an update of the draft model consists of; None: there is none, or it can't be updated.
-        self._draft: ExpectedTensors | None = None
         self._info: EngineInfo | None = None
 
     @property
@@ -136,7 +134,7 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
         if backends:
             routes |= {"update_weights_from_distributed", *NATIVE_ROUTES}
             self._native = GroupedNative(self)
-            # From outside, nobody could tell which of the two an agent before this one has left torn.
+            # From outside its ranks say what it speculates with: see `take_over`.
             self._draft = await asyncio.to_thread(expected_draft, self._llm) if self._is_inside else None
             routes |= {DRAFT_ROUTE} if self._draft is not None else set()
         elif self._is_inside and (own := config.weight_transfer_config) is not None and own.backend not in BACKENDS:
@@ -167,14 +165,19 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
             completions_url=self._completions_url,
         )
 
-    async def take_over(self) -> bool:
-        """After `start`, of a server that ran before: leave its group, close its open update. Whether it may be torn.
+    async def take_over(self) -> Left:
+        """After `start`, of a server that ran before: leave its group, close its open update. What its weights may be;
+        and if its draft model can be updated, that route is listed from here on.
 
         Raises: EngineError, EngineDeadError. Cancel: called again, it finishes.
         """
-        is_torn = bool(self.info.backends) and await self._ready().take_over()
+        left = await self._ready().take_over() if self.info.backends else Left()
+        if left.draft is not None:
+            self._draft = await asyncio.to_thread(expected_from, left.draft)
+        if self._draft is not None:
+            self._info = replace(self.info, routes=self.info.routes | {DRAFT_ROUTE})
         label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
-        return is_torn or label == TORN
+        return replace(left, is_torn=left.is_torn or label == TORN)
 
     def _backends(self) -> tuple[str, ...]:
         """What the server can join; nothing, and why in the log, if it can't take an update over a group."""
@@ -324,7 +327,7 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
 
     async def finish_update(self, version: Version) -> None:
         """See `Engine`."""
-        is_draft = self._ready().is_about_draft
+        is_draft = self.is_about_draft
         await super().finish_update(version)
         if not is_draft:
             await self._restore_loras()
@@ -334,17 +337,6 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
         await self._passed.abort()
         await super().abort_update()
         await self._restore_loras()
-
-    # --- the draft model, see `DraftEngine`
-
-    def check_draft_manifest(self, tensors: Sequence[TensorSpec]) -> None:
-        """See `DraftEngine`."""
-        assert self._draft is not None, "the route isn't advertised without it"
-        self._draft.check(tensors)
-
-    async def draft_checksums(self) -> ChecksumsData:
-        """See `DraftEngine`. As `checksums`, on a CPU without the linear layers."""
-        return await self._ready().draft_checksums()
 
     # --- an update that somebody else's trainer drives: over our backend a group like any other, else vLLM's own
 

@@ -29,11 +29,26 @@ _log = logging.getLogger("rlbus.workers")
 _COUNT = struct.Struct("<qq")
 _STOP = "stop"
 _TENSORS = "tensors.json"
+# The label of torn weights; of the target's vLLM stamps it on what is generated with them.
+TORN = "torn"
 # How often a rank looks whether it is told to stop, in seconds.
 WATCH_S = 0.05
-# What a rank can be asked, and the step whose outcome has the answer: which device it has; digests of its weights.
+# What a rank can be asked, and the step whose outcome has the answer: what it is; digests of its weights; and one thing
+# that it can be told: which version its draft model is.
 HELLO = "hello"
 CHECKSUMS = "checksums"
+LABEL_DRAFT = "label-draft"
+
+
+class RankDraft(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server speculates with, by its configuration. `model` is empty where the method has no model."""
+
+    method: str
+    model: str = ""
+    revision: str | None = None
+    num_stages: int = 1
+    # Of its weights, as vLLM has one of the target's: None as they were loaded, TORN from an update's first tensor on.
+    label: str | None = None
 
 
 class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +67,10 @@ class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
     sums: tuple[TensorSum, ...] = ()
     # After a question: the kind of the rank's device; parameter -> sha256 of its bytes.
     device: str = ""
-    # After "hello": an update of vLLM's was started here and hasn't been finished.
+    # After "hello": an update of vLLM's was started here and hasn't been finished; the draft model, if there is one
+    # that this vLLM can update. `weights_touched` is about the target alone then.
     is_open: bool = False
+    draft: RankDraft | None = None
     digests: dict[str, str] = {}
 
 

@@ -32,13 +32,13 @@ def expected_tensors(model_config: Any) -> ExpectedTensors | None:
         return None
 
 
-def expected_of(model: str) -> ExpectedTensors | None:
+def expected_of(model: str, revision: str | None = None) -> ExpectedTensors | None:
     """The same for whoever knows the model by its name only; None, with the reason in the log, without its files here.
 
     Blocking, up to seconds: call it in a thread. Needs neither torch nor vLLM.
     """
     try:
-        folder = checkpoint_folder(model, None)
+        folder = checkpoint_folder(model, revision)
         tensors = read_folder(folder)
         return expect(tensors, is_head_tied=_is_head_tied(folder, tensors), source=f"the checkpoint in {folder}")
     except CheckpointError as exc:

@@ -15,7 +15,9 @@ from rlbus.errors import EngineDeadError, EngineError, FaultError
 from rlbus.schemas import Fault, FaultCode, Version
 from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.updates import CALL_S, LOAD_S, TORN, TRANSFER_S
+from rlbus.workers.vllm_server.exchange import TORN
+from rlbus.workers.vllm_server.ranks import CALL_S
+from rlbus.workers.vllm_server.updates import LOAD_S, TRANSFER_S
 
 # vLLM waits so long for the trainer's store, and engines that never come back are given up after it.
 # Source: vllm 0.32, StatelessProcessGroup.create, store_timeout 300 s.

@@ -36,7 +36,8 @@ from rlbus.transfer.group import Group, open_group, prove
 from rlbus.transfer.manifest import num_bytes
 from rlbus.transfer.receiver import receive
 from rlbus.workers.checkpoint import checkpoint_files
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, RankOutcome, Watch
+from rlbus.workers.vllm_server.draft import draft_of
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, LABEL_DRAFT, TORN, CallFolder, RankOutcome, Watch
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -51,7 +52,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Join the group of `plan` (a GroupPlan as plain data) with the ranks from `first_rank` on; without plan: leave.
 
     `first_dp_index` is the data-parallel index of this worker's first engine. With `ask` nothing is joined or left, and
-    the answer is this rank's outcome of that name: "hello" (which device it has), "checksums" (of its weights).
+    the answer is this rank's outcome of that name: "hello" (what it is), "checksums" (of its weights), "label-draft"
+    (its draft model is whole, and of the version `label`).
     """
 
     folder: str
@@ -59,6 +61,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     first_rank: int = 0
     first_dp_index: int = 0
     ask: str | None = None
+    label: str | None = None
 
 
 @dataclass
@@ -97,6 +100,8 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._is_open = False
         # Of the update that is open: where the outcome of its finish goes.
         self._folder: CallFolder | None = None
+        # Of the draft model, see `RankDraft`. Here, since nothing else lives as long as those weights do.
+        self._draft_label: str | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leave the group, if there is one, and begin to join another. Returns at once."""
@@ -105,7 +110,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         dp_index = parallel.data_parallel_index - init_info.first_dp_index
         self._local_rank = dp_index * parallel.world_size + parallel.rank
         if init_info.ask is not None:
-            CallFolder(init_info.folder).end(init_info.ask, self._local_rank, self._answer(init_info.ask))
+            CallFolder(init_info.folder).end(init_info.ask, self._local_rank, self._answer(init_info))
             return
         self.shutdown()
         if init_info.plan is None:
@@ -116,9 +121,17 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         work = (CallFolder(init_info.folder), plan, rank, self._local_rank, self._give_up)
         threading.Thread(target=self._join, args=work, name="rlbus join", daemon=True).start()
 
-    def _answer(self, question: str) -> RankOutcome:
+    def _answer(self, info: InitInfo) -> RankOutcome:
+        question = info.ask
         if question == HELLO:
-            return RankOutcome(device=self.device.type, is_open=self._is_open, weights_touched=self._is_reloading)
+            is_touched = self._is_reloading and not self._is_about_draft
+            # An older vLLM has no updates of draft models.
+            has_drafts = hasattr(self, "set_weight_update_target")
+            draft = draft_of(self.vllm_config, self._draft_label) if has_drafts else None
+            return RankOutcome(device=self.device.type, is_open=self._is_open, weights_touched=is_touched, draft=draft)
+        if question == LABEL_DRAFT:
+            self._draft_label = info.label
+            return RankOutcome()
         if question == CHECKSUMS:
             try:
                 return RankOutcome(digests=self._digests())
@@ -126,6 +139,11 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 return RankOutcome(fault=_fault(exc, FaultCode.ENGINE_FAILED))
         text = f"this rank has no answer to {question!r}; it runs another version of rlbus than who asks"
         return RankOutcome(fault=Fault(code=FaultCode.NO_ROUTE, message=text))
+
+    @property
+    def _is_about_draft(self) -> bool:
+        """vLLM has put the draft model in the target's place, until its session ends."""
+        return self.model is not getattr(self, "_default_model", self.model)
 
     def _digests(self) -> dict[str, str]:
         """As vLLM's own checksums, by vLLM's own names, for whoever can't ask vLLM for them."""
@@ -262,6 +280,8 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if first is None:
             return
         self._is_reloading, self._is_loaded = True, False
+        if self._is_about_draft:
+            self._draft_label = TORN  # until whoever knows of all ranks says otherwise
         initialize_layerwise_reload(self.model)
         with disable_mtp_completeness_check():
             self.model.load_weights(chain((first,), tensors))

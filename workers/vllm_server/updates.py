@@ -6,13 +6,12 @@ The weights count as touched as soon as one rank says so, or doesn't say anythin
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
+from rlbus.errors import EngineDeadError, FaultError, refused
 from rlbus.schemas import ChecksumsData, Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, Version
 from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.disk import DISK
@@ -20,27 +19,25 @@ from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, Update
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
 from rlbus.workers.vllm_server.draft import DraftSums
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, Exchange, FolderError, RankOutcome
+from rlbus.workers.vllm_server.exchange import (
+    CHECKSUMS,
+    LABEL_DRAFT,
+    TORN,
+    CallFolder,
+    Exchange,
+    FolderError,
+    RankOutcome,
+)
+from rlbus.workers.vllm_server.ranks import CALL_S, FIRST_POLL_S, MAX_POLL_S, Left, Ranks
 
 _log = logging.getLogger("rlbus.workers")
 
-# Engine calls that only change what the engine remembers: milliseconds, unless it is busy with a step.
-CALL_S = 30.0
 # Putting layers together, and reading a checkpoint from a slow disk.
 LOAD_S = 1800.0
 # The longest transfer; the agent's deadline is normally far below it.
 TRANSFER_S = 3600.0
-# What a join may take beyond the plan's time-out. Source: rlbus.transfer.group.JOIN_GRACE_S, and the way of its answer.
-JOIN_GRACE_S = 3.0
 # How long a transfer that was told to stop may take to come back, before its caller goes.
 RELEASE_S = 1.5
-# How long an engine that an agent before this one has left may still be in a transfer: the time-out of its group.
-TAKE_OVER_S = 300.0
-# Between two looks into a folder: short while a small model passes, longer then.
-FIRST_POLL_S = 0.005
-MAX_POLL_S = 0.05
-# The label of torn weights; vLLM stamps it on what is generated with them.
-TORN = "torn"
 
 
 class _Session:
@@ -81,130 +78,50 @@ class Updates:
         self._llm = llm
         self._calls = calls
         self._exchange = exchange
+        self._ranks = Ranks(llm, calls, exchange, world_size=world_size, first_dp_index=first_dp_index)
         self._world_size = world_size
-        self._first_dp_index = first_dp_index
         self._expected = expected
         self._has_transfer = has_transfer
-        # What there may be to leave.
-        self._may_have_group = False
-        self._epoch: int | None = None
         self._session: _Session | None = None
 
     # --- the group
 
     async def join(self, plan: GroupPlan, span: RankSpan) -> JoinedData:
         """See `Engine.join_group`."""
-        if span.num_ranks != self._world_size:
-            text = f"the plan gives {span.num_ranks} ranks to a worker that has {self._world_size}"
-            raise EngineError(Fault(code=FaultCode.GROUP_FAILED, message=text))
+        self._ranks.check(span)
         await self.leave()
-        folder = self._exchange.open("join")
-        is_joined = False
-        try:
-            self._may_have_group = True
-            await self._init(folder, msgspec.to_builtins(plan), span.first)
-            outcomes = await self._joined(folder, plan.timeout_s + JOIN_GRACE_S)
-            is_joined = True
-        finally:
-            if not is_joined:
-                # A rank that still waits reads it, and gives up; the group is left by the agent's clean-up, too.
-                folder.stop("the join was given up")
-                asyncio.get_running_loop().call_later(MAX_POLL_S * 10, folder.remove)
-            else:
-                folder.remove()
-        self._epoch = plan.epoch
-        ranks = tuple(outcome.group_rank for outcome in outcomes)
-        return JoinedData(epoch=plan.epoch, ranks=ranks, world_size=outcomes[0].group_size)
-
-    async def _joined(self, folder: CallFolder, limit_s: float) -> list[RankOutcome]:
-        """Every rank's outcome; the first failure is raised at once."""
-
-        def failed() -> bool:
-            found = (folder.outcome("join", rank) for rank in range(self._world_size))
-            return any(outcome is not None and outcome.fault is not None for outcome in found)
-
-        try:
-            async with asyncio.timeout(limit_s):
-                outcomes = await self._outcomes(folder, "join", or_when=failed)
-        except TimeoutError as exc:
-            text = f"not every rank of the engine joined within {limit_s:g} s"
-            raise EngineError(Fault(code=FaultCode.GROUP_FAILED, message=text)) from exc
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None and outcome.fault is not None:
-                text = f"rank {rank} of the engine: {outcome.fault.message}"
-                raise EngineError(Fault(code=FaultCode.GROUP_FAILED, message=text))
-        return [outcome for outcome in outcomes if outcome is not None]
+        return await self._ranks.join(plan, span)
 
     async def leave(self) -> None:
         """See `Engine.leave_group`. May be called beside a transfer, which it ends."""
-        self._epoch = None
         session = self._session
         if session is not None and session.folder is not None:
             self._stop(session.folder, "the group was left")
-        if not self._may_have_group:
-            return
-        await self._init(None, None, 0)
-        self._may_have_group = False
+        await self._ranks.leave()
 
-    async def _init(
-        self, folder: CallFolder | None, plan: Any, first_rank: int, *, ask: str | None = None, limit_s: float = CALL_S
-    ) -> None:
-        await self._calls.hold(
-            "init_weight_transfer_engine", lambda: self._call_init(folder, plan, first_rank, ask), limit_s
-        )
-
-    async def _call_init(self, folder: CallFolder | None, plan: Any, first_rank: int, ask: str | None) -> None:
-        info = {
-            "folder": "" if folder is None else folder.path,  # who only leaves has nothing to say
-            "plan": plan,
-            "first_rank": first_rank,
-            "first_dp_index": self._first_dp_index,
-            "ask": ask,
-        }
-        await self._rpc("init_weight_transfer_engine", init_info=info)
-
-    async def take_over(self) -> bool:
-        """Bring an engine that ran before this agent to where an update can begin: no group, no open session. Whether
-        its weights may be torn. Called once, before anything else, by agents that live outside of the engine.
+    async def take_over(self) -> Left:
+        """Bring an engine that ran before this agent to where an update can begin: no group, no open session. What its
+        weights may be. Called once, before anything else, by agents that live outside of the engine.
 
         Raises: EngineError: not every rank answers in our folder, so nothing could be joined either; EngineDeadError.
         Cancel: called again, it finishes.
         """
-        folder = self._exchange.open(HELLO)
-        try:
-            await self._init(folder, None, 0, ask=HELLO, limit_s=TAKE_OVER_S)
-            outcomes = [folder.outcome(HELLO, rank) for rank in range(self._world_size)]
-        finally:
-            folder.remove()
-        said = [outcome for outcome in outcomes if outcome is not None and outcome.fault is None]
-        if len(said) < self._world_size:
-            text = (
-                f"{len(said)} of {self._world_size} ranks answer in {folder.path}: the worker has to be on the engine's"
-                " machine, share its folders (RLBUS_RUN_DIR), and run the same version of rlbus"
-            )
-            raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text))
-        self._may_have_group = True
+        left = await self._ranks.hello()
         await self.leave()
-        is_open = any(outcome.is_open for outcome in said)
-        is_torn = any(outcome.weights_touched for outcome in said)
-        if is_open:
-            _log.warning("an update that nobody finished is closed; the weights are %s", "torn" if is_torn else "whole")
-            if is_torn:
+        if left.is_open:
+            _log.warning("an update that nobody finished is closed; the weights are %s", left.in_words())
+            if left.is_torn:
                 await self._label(TORN)
             session = _Session(None)
             session.is_open = True
             await self._close(session)
-        return is_torn
-
-    async def _rpc(self, method: str, **kwargs: Any) -> None:
-        """As AsyncLLM's method of that name, without the request object from vLLM around its one argument."""
-        await self._llm.collective_rpc(method, kwargs=kwargs)
+        return left
 
     # --- an update over the group
 
     async def receive(self, order: ReceiveOrder, on_ready: ReadyFn, on_progress: ProgressFn) -> ReceivedData:
         """See `Engine.receive_weights`."""
-        if self._epoch is None or self._epoch != order.epoch:
+        if self._ranks.epoch is None or self._ranks.epoch != order.epoch:
             text = f"the engine is in no group {order.epoch}"
             raise UpdateFailedError(Fault(code=FaultCode.STALE_EPOCH, message=text), self._has_part)
         session = await self._next_part(order.is_draft)
@@ -268,7 +185,7 @@ class Updates:
         async def update() -> None:
             session.was_asked = True
             try:
-                await self._rpc("update_weights", update_info=info)
+                await self._ranks.rpc("update_weights", update_info=info)
             except FolderError:
                 session.was_asked = False
                 raise
@@ -315,13 +232,13 @@ class Updates:
         """After vLLM was asked, every rank has to say that its weights are as they were; if not in an earlier part."""
         if session.is_touched or session.folder is None or not session.was_asked:
             return session.is_touched or session.was_asked
-        outcomes = [session.folder.outcome("receive", rank) for rank in range(self._world_size)]
+        outcomes = self._ranks.outcomes(session.folder, "receive")
         return any(outcome is None or outcome.weights_touched for outcome in outcomes)
 
     def _received(self, session: _Session, order: ReceiveOrder) -> ReceivedData:
         """Compare what the ranks say."""
         assert session.folder is not None
-        outcomes = [session.folder.outcome("receive", rank) for rank in range(self._world_size)]
+        outcomes = self._ranks.outcomes(session.folder, "receive")
         session.is_touched = self._is_touched(session)
         first = outcomes[0]
         for rank, outcome in enumerate(outcomes):
@@ -354,10 +271,10 @@ class Updates:
         session.is_received = False
         try:
             await self._close(session)
-            outcomes = [session.folder.outcome("finish", rank) for rank in range(self._world_size)]
+            outcomes = self._ranks.outcomes(session.folder, "finish")
             fault = next((fault for rank, o in enumerate(outcomes) if (fault := _problem(rank, o))), None)
-            if fault is None and not session.is_draft:
-                await self._label(label)
+            if fault is None:
+                fault = await self._label_of(session, label)
         except FaultError as exc:
             raise UpdateFailedError(exc.fault, weights_touched=True) from exc
         if fault is not None:
@@ -372,8 +289,8 @@ class Updates:
             self._stop(session.folder, "the update was aborted")
         await self._calls.settle(CALL_S)
         session.is_touched = self._is_touched(session)
-        if session.is_touched and not session.is_draft:
-            await self._label(TORN)
+        if session.is_touched:
+            await self._label_of(session, TORN)
         if self._has_transfer:
             if not session.is_open:
                 await self._open(session)
@@ -394,6 +311,22 @@ class Updates:
 
         await self._calls.hold("finish_weight_update", finish, LOAD_S, is_paused=True)
 
+    async def _label_of(self, session: _Session, label: str) -> Fault | None:
+        """Label what the session is about. vLLM has no label of the draft's, so the ranks keep that one: what is wrong
+        with one that doesn't say that it does.
+        """
+        folder = session.folder
+        if not session.is_draft or folder is None:
+            await self._label(label)
+            return None
+        outcomes = await self._calls.hold(
+            "label of the draft model",
+            lambda: self._ranks.ask_in(folder, LABEL_DRAFT, label=label),
+            CALL_S,
+            is_paused=True,
+        )
+        return next((fault for rank, o in enumerate(outcomes) if (fault := _problem(rank, o))), None)
+
     async def label(self, version: Version) -> None:
         """See `LabelEngine.label_weights`."""
         await self._label(str(version))
@@ -410,12 +343,7 @@ class Updates:
 
     async def _ask_sums(self) -> list[RankOutcome | None]:
         """Every rank's checksums of the model that vLLM's session is about. Within a call that holds the core."""
-        folder = self._exchange.open(CHECKSUMS)
-        try:
-            await self._call_init(folder, None, 0, CHECKSUMS)
-            return [folder.outcome(CHECKSUMS, rank) for rank in range(self._world_size)]
-        finally:
-            folder.remove()
+        return await self._ranks.ask(CHECKSUMS)
 
     @property
     def is_about_draft(self) -> bool:
@@ -450,7 +378,7 @@ class Updates:
         async def reload() -> None:
             session.was_asked = True
             try:
-                await self._rpc("reload_weights", weights_path=path)
+                await self._ranks.rpc("reload_weights", weights_path=path)
             except FolderError:
                 session.was_asked = False
                 raise
@@ -461,19 +389,6 @@ class Updates:
         except FaultError as exc:
             raise UpdateFailedError(exc.fault, weights_touched=not isinstance(exc, FolderError)) from exc
         self._end(session)
-
-    async def _outcomes(
-        self, folder: CallFolder, step: str, *, or_when: Callable[[], bool]
-    ) -> list[RankOutcome | None]:
-        """Wait until every rank has left its outcome of `step`, or something is true. Raises EngineDeadError."""
-        poll_s = FIRST_POLL_S
-        while True:
-            outcomes = [folder.outcome(step, rank) for rank in range(self._world_size)]
-            if all(outcome is not None for outcome in outcomes) or or_when():
-                return outcomes
-            self._calls.check_alive()
-            await asyncio.sleep(poll_s)
-            poll_s = min(poll_s * 1.2, MAX_POLL_S)
 
 
 def _problem(rank: int, outcome: RankOutcome | None) -> Fault | None:

@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 
 from rlbus.errors import refused
-from rlbus.schemas import FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, TensorSpec, TensorSum, Version
+from rlbus.schemas import (
+    ChecksumsData,
+    FaultCode,
+    GroupPlan,
+    JoinedData,
+    RankSpan,
+    ReceivedData,
+    TensorSpec,
+    TensorSum,
+    Version,
+)
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
@@ -14,12 +24,14 @@ class UpdatingEngine:
     """Base of an adapter; see `Engine` for what each method promises.
 
     The adapter's `start` sets `_updates`, and `_expected` if it knows what the model consists of: only then it
-    advertises the routes. A folder is read here, so the engine has to see it under the same path.
+    advertises the routes. The same of the draft model with `_draft`. A folder is read here, so the engine has to see it
+    under the same path.
     """
 
     def __init__(self) -> None:
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
+        self._draft: ExpectedTensors | None = None
 
     def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
         """See `Engine`. RefusedError (`no_route`): it isn't known what the model consists of."""
@@ -62,6 +74,20 @@ class UpdatingEngine:
     async def label_weights(self, version: Version) -> None:
         """See `LabelEngine`."""
         await self._ready().label(version)
+
+    @property
+    def is_about_draft(self) -> bool:
+        """Whether the update that is open is the draft's."""
+        return self._ready().is_about_draft
+
+    def check_draft_manifest(self, tensors: Sequence[TensorSpec]) -> None:
+        """See `DraftEngine`."""
+        assert self._draft is not None, "the route isn't advertised without it"
+        self._draft.check(tensors)
+
+    async def draft_checksums(self) -> ChecksumsData:
+        """See `DraftEngine`. As vLLM's own of the target: on a CPU without the linear layers."""
+        return await self._ready().draft_checksums()
 
     def _ready(self) -> Updates:
         assert self._updates is not None, "the engine isn't started, or is closed"

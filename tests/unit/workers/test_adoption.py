@@ -24,7 +24,7 @@ from rlbus.schemas import (
 )
 from rlbus.testing import run
 from rlbus.workers.adoption import FOUND_LEASE_S, INITIAL, adopt
-from rlbus.workers.engines.fake import FakeEngine
+from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.lora import Resident
@@ -99,6 +99,44 @@ def test_weights_that_nobody_ever_replaced_stay_what_the_server_was_started_from
     ):
         assert adopted(past(weights), Found(label, False, False)).weights == WeightsView(state=WeightsState.UNKNOWN)
     assert adopted(past(INITIAL), Found(None, True, is_torn=True)).weights.state is WeightsState.DIRTY
+
+
+def test_torn_draft_stays_torn_and_the_target_is_what_it_was() -> None:
+    """And the reverse: each has its own label, and neither is taken for the other."""
+    fresh = replace(FRESH, draft=INITIAL)
+    before = msgspec.structs.replace(past(CLEAN_7), draft=CLEAN_7)
+    torn = WeightsView(state=WeightsState.DIRTY, last_good=V7)
+    state = adopt(come_back(fresh, before), before, Found("0.7", False, False, is_draft_torn=True), 100.0)
+    assert (state.weights, state.draft, state.owes_flush) == (CLEAN_7, torn, True)
+    state = adopt(come_back(fresh, before), before, Found("torn", False, is_torn=True, draft_label="0.7"), 100.0)
+    assert (state.weights, state.draft) == (torn, CLEAN_7)
+    # An engine whose draft can't be updated any more has none.
+    state = adopt(come_back(FRESH, before), before, Found("0.7", False, False, is_draft_torn=True), 100.0)
+    assert state.draft is None
+
+
+def test_draft_is_at_the_version_that_was_noted_only_if_the_engine_says_so() -> None:
+    """As the target's weights: by the label; what nobody has updated is as it was loaded."""
+    fresh, unknown = replace(FRESH, draft=INITIAL), WeightsView(state=WeightsState.UNKNOWN)
+    for noted_draft, label, made in (
+        (CLEAN_7, "0.7", CLEAN_7),
+        (CLEAN_7, "0.6", unknown),
+        (CLEAN_7, None, unknown),
+        (INITIAL, None, INITIAL),
+        (None, None, unknown),
+        (None, "0.7", unknown),
+    ):
+        before = msgspec.structs.replace(past(INITIAL), draft=noted_draft)
+        assert adopt(come_back(fresh, before), before, Found(None, False, False, label), 100.0).draft == made
+    assert adopt(fresh, None, Found(None, False, False), 100.0).draft == INITIAL
+    assert adopt(fresh, None, Found(None, False, False, "0.7"), 100.0).draft == unknown
+    assert noted(replace(FRESH, draft=CLEAN_7)).draft == CLEAN_7
+
+
+def test_pause_of_an_engine_whose_draft_rlbus_has_updated_gets_a_lease() -> None:
+    """Without a ledger, and without a label of the target: that of the draft is ours as well."""
+    for found in (Found(None, True, False, "0.3"), Found(None, True, False, is_draft_torn=True)):
+        assert adopted(None, found).pause is not None
 
 
 def test_pause_of_a_dead_agent_gets_a_lease() -> None:
@@ -230,6 +268,23 @@ def test_agent_pauses_what_it_found_generating_on_torn_weights(tmp_path: Path, h
                 assert is_pause_of_op(pause.owner)
                 assert engine.requests.is_paused
                 assert "resume" not in engine.calls
+
+    run(main())
+
+
+def test_agent_pauses_what_it_found_generating_with_a_torn_draft_until_the_draft_is_whole(tmp_path: Path) -> None:
+    """As on torn weights; an update of the draft ends it, and the target's weights are those that were noted."""
+
+    async def main() -> None:
+        engine = Outliving(draft_tensors=DEFAULT_TENSORS)
+        engine.found = Found("0.7", is_paused=False, is_torn=False, is_draft_torn=True)
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                await asyncio.sleep(FOUND_LEASE_S * 2)
+                assert engine.requests.is_paused
+                state = rig.agent.state
+                assert (state.weights, state.draft) == (CLEAN_7, WeightsView(state=WeightsState.DIRTY))
+                assert code_of(await rig.send(ResumeGeneration(), term=3)) is FaultCode.DIRTY
 
     run(main())
 

@@ -57,7 +57,7 @@ def test_update_whose_manifest_finds_no_room_leaves_the_weights_alone_and_costs_
         calls = EngineCalls(rpc, 2)
         exchange = Exchange(str(tmp_path))
         updates = Updates(rpc, calls, exchange, world_size=2, first_dp_index=0, expected=None, has_transfer=True)
-        updates._epoch = 1
+        updates._ranks.epoch = 1
         order = ReceiveOrder("op", 1, V1, (TensorSpec(name="w", dtype="float32", shape=(2,)),), 16)
         folder = exchange.open("update")
         with pytest.MonkeyPatch.context() as patch:

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 
-from rlbus.schemas import Fault, FaultCode
+from rlbus.schemas import DRAFT_ROUTE, Fault, FaultCode
 from rlbus.workers.vllm_grpc import messages
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
-from rlbus.workers.vllm_server.exchange import RankOutcome
+from rlbus.workers.vllm_server.exchange import RankDraft, RankOutcome
 
 pytestmark = pytest.mark.unit
 
@@ -66,6 +66,23 @@ def test_engines_on_several_machines_have_no_updates() -> None:
     problem = is_ours(spread)
     assert problem is not None
     assert "several machines" in problem
+
+
+def test_draft_is_advertised_where_the_server_updates_it_and_its_tensors_are_known() -> None:
+    """What the server says alone doesn't do: it says so of drafts that share tensors with the target, too."""
+    draft = RankDraft(method="draft_model", model="/models/d")
+    said = RankOutcome(device="cpu", draft=draft)
+    assert greeting_of([said, said]).draft == draft
+    assert greeting_of([said, RankOutcome(device="cpu")]).draft is None
+    able, cpu = facts(**OURS, draft_weight_updates_enabled=True), greeting_of([said])
+    assert DRAFT_ROUTE in routes_of(able, cpu, has_expected=True, has_draft=True)
+    for routes in (
+        routes_of(able, cpu, has_expected=True, has_draft=False),
+        routes_of(facts(**OURS), cpu, has_expected=True, has_draft=True),
+        routes_of(able, cpu, has_expected=False, has_draft=True),
+        routes_of(able, Greeting(problem="no"), has_expected=True, has_draft=True),
+    ):
+        assert DRAFT_ROUTE not in routes
 
 
 def test_everything_is_advertised_when_all_is_there() -> None:

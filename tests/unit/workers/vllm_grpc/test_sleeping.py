@@ -18,7 +18,7 @@ from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 from rlbus.workers.vllm_grpc.pausing import Pausing
 from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.updates import TORN
+from rlbus.workers.vllm_server.exchange import TORN
 
 pytestmark = pytest.mark.unit
 

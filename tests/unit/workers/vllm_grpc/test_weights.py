@@ -18,8 +18,8 @@ from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 from rlbus.workers.vllm_grpc.weights import GrpcWeights
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import expect
-from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, FolderError, RankOutcome
-from rlbus.workers.vllm_server.updates import TORN, Updates
+from rlbus.workers.vllm_server.exchange import TORN, CallFolder, Exchange, FolderError, RankOutcome
+from rlbus.workers.vllm_server.updates import Updates
 from tests.unit.workers.vllm_grpc.test_capabilities import OURS, facts
 from tests.unit.workers.vllm_server.full_disk import full_disk
 from tests.unit.workers.vllm_server.test_updates import TENSORS, V2, save

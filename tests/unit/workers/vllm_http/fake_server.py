@@ -88,13 +88,18 @@ class FakeServer:
                 return httpx.Response(200, json={"success": True})
             case "/init_weight_transfer_engine":
                 info = body["init_info"]
-                for rank in range(self.num_ranks):
-                    if info["ask"] == HELLO and self.hello is not None:
-                        CallFolder(info["folder"]).end(HELLO, rank, self.hello)
+                if info["ask"] is not None:
+                    self._answer_as_ranks(CallFolder(info["folder"]), info["ask"])
                 return httpx.Response(200, json={"message": "ok"})
             case "/weight_checker":
                 return httpx.Response(200, json={"checksums": {"dp0:w": "ab" * 32}})
         return httpx.Response(200)
+
+    def _answer_as_ranks(self, folder: CallFolder, question: str) -> None:
+        outcome = self.hello if question == HELLO else RankOutcome(digests={"d": "cd" * 32})
+        for rank in range(self.num_ranks):
+            if outcome is not None:
+                folder.end(question, rank, outcome)
 
     def _requests(self) -> list[str]:
         return [] if self.about is None else list(self.about["requests"] or ())

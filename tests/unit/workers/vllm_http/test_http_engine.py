@@ -45,9 +45,9 @@ def server(tmp_path: Path) -> FakeServer:
     return FakeServer(model)
 
 
-def save(folder: Path) -> None:
+def save(folder: Path, name: str = "w") -> None:
     """A safetensors file with two float32."""
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
 
 

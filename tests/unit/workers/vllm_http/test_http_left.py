@@ -12,7 +12,7 @@ import pytest
 from rlbus.errors import EngineError
 from rlbus.schemas import Version
 from rlbus.workers.vllm_http.engine import VllmHttpEngine
-from rlbus.workers.vllm_server.updates import TORN
+from rlbus.workers.vllm_server.exchange import TORN
 from tests.unit.workers.vllm_http.fake_server import FakeServer
 from tests.unit.workers.vllm_http.test_http_engine import on_engine, save
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,10 @@ from rlbus.workers.engines.draft import drafter
 from rlbus.workers.vllm_server import draft as draft_module
 from rlbus.workers.vllm_server import engine as engine_module
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, expect
+from rlbus.workers.vllm_server.draft import draft_of
 from rlbus.workers.vllm_server.engine import VllmEngine
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, CallFolder, RankOutcome
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, TORN, CallFolder, RankDraft, RankOutcome
+from rlbus.workers.vllm_server.ranks import left_of
 from tests.unit.workers.vllm_server.fake_llm import FakeLLM
 
 pytestmark = pytest.mark.unit
@@ -40,40 +42,78 @@ PLAN = GroupPlan(
 
 @dataclass
 class DraftingLLM(FakeLLM):
-    """A stand-in that speculates."""
+    """A stand-in that speculates. Its ranks keep the draft's label, as `transfer.py` does."""
 
     method: str = "draft_model"
     pipeline: int = 1
     says: Callable[[int], RankOutcome | None] = lambda rank: RankOutcome(digests={f"tp{rank}:d": "cd" * 32})
+    labelled: Callable[[int], RankOutcome | None] = lambda rank: RankOutcome()
+    # Of each rank; and whether the target's layers are taken apart.
+    draft_labels: dict[int, str | None] = field(default_factory=dict)
+    is_target_touched: bool = False
+    # Ranks that have no draft to tell of.
+    silent: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vllm_config.speculative_config = SimpleNamespace(method=self.method, draft_model_config="the draft's")
+        own = SimpleNamespace(model="the draft's", revision=None)
+        self.vllm_config.speculative_config = SimpleNamespace(method=self.method, draft_model_config=own)
         self.vllm_config.parallel_config.pipeline_parallel_size = self.pipeline
+        self._is_draft = False
 
     async def start_draft_weight_update(self) -> None:
         self.calls.append("draft")
         await self.start_weight_update()
+        self._is_draft = True
+
+    async def _update(self, info: dict[str, Any]) -> None:
+        if self._is_draft:
+            self.draft_labels |= dict.fromkeys(range(self.world_size), TORN)
+        self.is_target_touched = not self._is_draft
+        await super()._update(info)
+
+    async def finish_weight_update(self) -> None:
+        await super().finish_weight_update()
+        self._is_draft = self.is_target_touched = False
 
     async def _init(self, info: dict[str, Any]) -> None:
-        if info["ask"] != CHECKSUMS:
-            await super()._init(info)
-            return
-        self.calls.append("ask")
-        self._say(CallFolder(info["folder"]), CHECKSUMS, self.says)
+        match info["ask"]:
+            case None:
+                await super()._init(info)
+                return
+            case "checksums":
+                answer = self.says
+            case "label-draft":
+                self.draft_labels |= dict.fromkeys(range(self.world_size), info["label"])
+                answer = self.labelled
+            case "hello":
+                answer = self._hello
+        self.calls.append("ask" if info["ask"] == CHECKSUMS else info["ask"])
+        self._say(CallFolder(info["folder"]), info["ask"], answer)
+
+    def _hello(self, rank: int) -> RankOutcome:
+        draft = draft_of(self.vllm_config, self.draft_labels.get(rank))
+        return RankOutcome(
+            is_open=self._is_open, weights_touched=self.is_target_touched, draft=None if rank in self.silent else draft
+        )
 
 
 @pytest.fixture(autouse=True)
 def _known_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def expected(config: Any) -> ExpectedTensors:
         own = TensorSpec(name="w", dtype="float32", shape=(2,))
-        return expect((DRAFT if config == "the draft's" else own,), is_head_tied=False, source="test")
+        is_drafts = getattr(config, "model", None) == "the draft's"
+        return expect((DRAFT if is_drafts else own,), is_head_tied=False, source="test")
+
+    def expected_by_name(model: str, revision: str | None) -> ExpectedTensors:
+        return expected(SimpleNamespace(model=model, revision=revision))
 
     async def inline(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
     monkeypatch.setattr(engine_module, "expected_tensors", expected)
     monkeypatch.setattr(draft_module, "expected_tensors", expected)
+    monkeypatch.setattr(draft_module, "expected_of", expected_by_name)
     # A thread would not run in virtual time.
     monkeypatch.setattr(asyncio, "to_thread", inline)
 
@@ -108,7 +148,7 @@ async def received(engine: VllmEngine, version: Version, *, is_draft: bool = Tru
         (DraftingLLM(backend="nccl"), {}),
         (DraftingLLM(), {"sees_requests": False}),
     ],
-    ids=["none", "shares tensors", "pipeline", "no transfer", "from outside"],
+    ids=["none", "shares tensors", "pipeline", "no transfer", "from outside, and its ranks weren't asked"],
 )
 def test_only_a_draft_that_is_a_model_of_its_own_is_advertised(
     llm: FakeLLM, options: dict[str, Any], tmp_path: Path
@@ -165,6 +205,122 @@ def test_torn_draft_is_closed_as_a_draft_and_the_target_is_not_called_torn(tmp_p
         assert llm.label == "default"
 
     on_engine(llm, tmp_path, check)
+
+
+def test_ranks_keep_the_label_of_the_draft_and_vllm_that_of_the_target(tmp_path: Path) -> None:
+    """The version once every rank has finished, torn from the first tensor until then."""
+    llm = DraftingLLM()
+
+    async def check(engine: VllmEngine) -> None:
+        await received(engine, Version(step=7))
+        assert llm.draft_labels == {0: TORN, 1: TORN}
+        await engine.finish_update(Version(step=7))
+        assert (llm.draft_labels, llm.label) == ({0: "0.7", 1: "0.7"}, "default")
+        await received(engine, Version(step=3), is_draft=False)
+        await engine.finish_update(Version(step=3))
+        assert (llm.draft_labels, llm.label) == ({0: "0.7", 1: "0.7"}, "0.3")
+        await received(engine, Version(step=8))
+        await engine.abort_update()
+        assert (llm.draft_labels, llm.label) == ({0: TORN, 1: TORN}, "0.3")
+
+    on_engine(llm, tmp_path, check)
+
+
+NO_MEMORY = RankOutcome(fault=Fault(code=FaultCode.ENGINE_FAILED, message="no memory"))
+
+
+@pytest.mark.parametrize(
+    "llm",
+    [
+        DraftingLLM(finished=lambda rank: NO_MEMORY if rank else RankOutcome()),
+        DraftingLLM(labelled=lambda rank: None if rank else RankOutcome()),
+    ],
+    ids=["one fails to finish", "one doesn't take the label"],
+)
+def test_draft_that_not_every_rank_calls_whole_is_touched(llm: DraftingLLM, tmp_path: Path) -> None:
+    """The update fails, and after its abort every rank says torn."""
+
+    async def check(engine: VllmEngine) -> None:
+        await received(engine, Version(step=7))
+        with pytest.raises(UpdateFailedError) as caught:
+            await engine.finish_update(Version(step=7))
+        assert caught.value.weights_touched
+        await engine.abort_update()
+        assert (set(llm.draft_labels.values()), llm.label) == ({TORN}, "default")
+
+    on_engine(llm, tmp_path, check)
+
+
+@pytest.mark.parametrize("is_draft", [True, False])
+def test_agent_from_outside_is_told_which_of_the_two_its_predecessor_has_torn(tmp_path: Path, is_draft: bool) -> None:
+    """That one was killed before the end of a transfer. Its session is closed, and vLLM labels only the target."""
+    llm = DraftingLLM()
+
+    async def main() -> None:
+        first = VllmEngine(llm, run_dir=str(tmp_path / "1"), sees_requests=False)
+        await first.start()
+        await first.take_over()
+        await received(first, Version(step=7), is_draft=is_draft)  # and nobody is there any more to hear of it
+        second = VllmEngine(llm, run_dir=str(tmp_path / "2"), sees_requests=False)
+        await second.start()
+        left = await second.take_over()
+        found = left.found(llm.label, is_paused=True, has_draft=True)
+        assert (found.is_torn, found.is_draft_torn) == (not is_draft, is_draft)
+        assert llm.label == ("default" if is_draft else TORN)
+        assert llm.calls[-1] == "finish"
+        assert DRAFT_ROUTE in second.info.routes
+        await received(second, Version(step=8))
+        await second.finish_update(Version(step=8))
+        third = VllmEngine(llm, run_dir=str(tmp_path / "3"), sees_requests=False)
+        await third.start()
+        left = await third.take_over()
+        found = left.found(llm.label, is_paused=True, has_draft=True)
+        assert (found.draft_label, found.is_draft_torn, found.is_torn) == ("0.8", False, not is_draft)
+        for engine in (first, second, third):
+            await engine.aclose()
+
+    for name in "123":
+        (tmp_path / name).mkdir()
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "llm",
+    [
+        DraftingLLM(method="eagle3"),
+        DraftingLLM(pipeline=2),
+        DraftingLLM(silent=frozenset({1})),
+        DraftingLLM(silent=frozenset({0, 1})),
+    ],
+    ids=["shares tensors", "pipeline", "one rank has none", "old ranks"],
+)
+def test_draft_that_the_ranks_cannot_update_is_not_advertised_from_outside(llm: DraftingLLM, tmp_path: Path) -> None:
+    """Nor is it found torn: nobody could heal it."""
+    llm.draft_labels = {0: TORN, 1: TORN}
+
+    async def check(engine: VllmEngine) -> None:
+        left = await engine.take_over()
+        assert DRAFT_ROUTE not in engine.info.routes
+        assert not left.found("0.7", is_paused=False, has_draft=False).has_torn
+
+    on_engine(llm, tmp_path, check, sees_requests=False)
+
+
+def test_ranks_that_do_not_agree_on_their_draft_have_a_torn_one() -> None:
+    """An agent died between two of them; no label but the same one of all counts."""
+
+    def said(*labels: str | None) -> list[RankOutcome]:
+        return [RankOutcome(draft=RankDraft(method="draft_model", model="m", label=label)) for label in labels]
+
+    def label(*labels: str | None) -> str | None:
+        draft = left_of(said(*labels)).draft
+        assert draft is not None
+        return draft.label
+
+    assert [label("0.7", "0.7"), label(None, None), label(TORN, TORN)] == ["0.7", None, TORN]
+    assert [label("0.7", TORN), label("0.7", None), label(None, TORN)] == [TORN, TORN, TORN]
+    assert left_of([*said("0.7"), RankOutcome()]).draft is None
+    assert left_of([]).draft is None
 
 
 def test_checksums_of_the_draft_open_a_session_and_close_it(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.vllm_server import exchange as exchange_module
 from rlbus.workers.vllm_server.calls import OVERDUE_S, EngineCalls
 from rlbus.workers.vllm_server.checkpoint import expect
-from rlbus.workers.vllm_server.exchange import Exchange, FolderError, RankOutcome
-from rlbus.workers.vllm_server.updates import TORN, Updates
+from rlbus.workers.vllm_server.exchange import TORN, Exchange, FolderError, RankOutcome
+from rlbus.workers.vllm_server.updates import Updates
 from tests.unit.workers.vllm_server.fake_llm import FakeLLM
 from tests.unit.workers.vllm_server.full_disk import full_disk
 from tests.unit.workers.vllm_server.test_updates import TENSORS, V1, V2, plan, receive

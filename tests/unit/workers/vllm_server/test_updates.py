@@ -16,8 +16,9 @@ from rlbus.testing import run
 from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.checkpoint import expect
-from rlbus.workers.vllm_server.exchange import Exchange, RankOutcome
-from rlbus.workers.vllm_server.updates import JOIN_GRACE_S, TORN, Updates
+from rlbus.workers.vllm_server.exchange import TORN, Exchange, RankOutcome
+from rlbus.workers.vllm_server.ranks import JOIN_GRACE_S
+from rlbus.workers.vllm_server.updates import Updates
 from tests.unit.workers.vllm_server.fake_llm import SUMS, FakeLLM
 
 pytestmark = pytest.mark.unit
