@@ -55,7 +55,7 @@ def test_a_pause_holds_the_requests_of_every_api_server(programs: Programs, tiny
     python, _, _, *options = vllm_argv(tiny_model, port, *transfer)
     argv = [python, "-m", "tests.peers.api_servers", str(NUM_SERVERS), *options]
     # The engine's core needs a process of its own.
-    names = {"RLBUS_URL": fleet.url, "RLBUS_INSTANCE_ID": "7", "RLBUS_WEIGHT_ROOTS": roots}
+    names: Any = {"RLBUS_URL": fleet.url, "RLBUS_INSTANCE_ID": "7", "RLBUS_WEIGHT_ROOTS": roots}
     env = vllm_env(VLLM_ENABLE_V1_MULTIPROCESSING="1", CUDA_VISIBLE_DEVICES="", **names)
     programs.start("vllm", argv, env).until_answers(f"http://127.0.0.1:{port}/health")
     fleet.until("7", lambda member: bool(member["admitted"]))
