@@ -29,6 +29,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     `limit_s` is the virtual time that it refuses to pass (DeadlineError out of `run_until_complete`); None: no limit.
     """
 
+    # Whether blocking work is done on the loop itself: in threads it ends when they like, and no two runs are alike.
+    is_without_threads = False
+
     def __init__(self, limit_s: float | None = None) -> None:
         self._now_s = 0.0
         self._num_real = 0
@@ -105,6 +108,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 def real_work(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
     """While it is open, a virtual `loop` waits for real; nothing for any other loop. For who waits for a thread."""
     return loop.real_work() if isinstance(loop, VirtualTimeLoop) else nullcontext()
+
+
+def is_without_threads(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether whoever would start a thread for `loop` shall do its work at once instead."""
+    return isinstance(loop, VirtualTimeLoop) and loop.is_without_threads
 
 
 class _JumpingSelector(selectors.DefaultSelector):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from rlbus._virtual import real_work
+from rlbus._virtual import is_without_threads, real_work
 from rlbus.errors import DeadlineError, TransferError
 
 T = TypeVar("T")
@@ -120,6 +120,8 @@ async def run_in_thread(work: Callable[[], T], *, name: str) -> T:
     Cancel: the thread goes on and its result is dropped; whoever cancels releases what it is blocked on.
     """
     loop = asyncio.get_running_loop()
+    if is_without_threads(loop):
+        return work()
     ended: asyncio.Future[None] = loop.create_future()
 
     def wake() -> None:

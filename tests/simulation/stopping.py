@@ -75,6 +75,8 @@ GATE: ContextVar[Gate | None] = ContextVar("simulation_gate", default=None)
 class SimulationLoop(VirtualTimeLoop):
     """Runs what goes to a thread at once instead: threads would end when they like, and runs would differ."""
 
+    is_without_threads = True
+
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """As in asyncio, with the work done already."""
         future = self.create_future()

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.unit
 DEAD = "/dead/x"
 # What is lent a thread of the loop's: on the machine's own files when an engine starts, or on no file.
 LENT = {"find_tokenizer", "self._generator.close", "expected_tensors", "expected_draft", "model_tensors"}
-LENT |= {"expected_of", "_slim"}
+LENT |= {"expected_of", "expected_from", "_slim"}
+# Or on folders that only rlbus writes in: a worker's copies of adapters, and those that a sidecar has left.
+LENT |= {"sweep", "agent.lora_files.drop"}
 
 
 class HungDisk:
