@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlbus import BusWeightSyncClient
 from rlbus.schemas import LORA_ROUTES
 from rlbus.sync import Trainer
 from rlbus.workers.torch_lm.make import make_tiny_adapter, make_tiny_model, merge_tiny_adapter
@@ -17,6 +18,7 @@ from rlbus.workers.torch_lm.model import load_model
 from tests.peers import dynamo, vllm_rs
 from tests.peers.fleet import ANY_CODE, Fleet, completion
 from tests.peers.programs import Program, Programs, free_port
+from tests.peers.trainers import trainer
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 
@@ -139,8 +141,7 @@ def test_what_an_engine_has_not_is_not_advertised(scene: Scene) -> None:
     """So that nobody finds out by a command that fails half way (docs/engines.md, the cells that say no)."""
     members = scene.members()
     no_sleep = {"sleep", "wake_up"}
-    not_from_outside = {*no_sleep, "init_weight_transfer_engine"}
-    lacks = dict.fromkeys(scene.workers, not_from_outside) | {PLUGIN: no_sleep, GRPC: {*not_from_outside, *LORA_ROUTES}}
+    lacks = {**dict.fromkeys(scene.workers, no_sleep), GRPC: {*no_sleep, *LORA_ROUTES}}
     for worker, routes in lacks.items():
         assert not routes & set(members[worker]["descriptor"]["routes"]), worker
     loras = {worker: member["status"]["loras"] for worker, member in members.items()}
@@ -220,3 +221,20 @@ def test_an_adapter_goes_to_those_that_can_and_who_can_not_is_named(scene: Scene
     assert scene.tokens() == dict.fromkeys(scene.workers, greedy(scene.model))
     scene.fleet.rlbus("lora", "unload", "policy")
     assert scene.fleet.rlbus("lora", "list")["loras"] == []
+
+
+def test_vllms_own_trainer_updates_all_engines_as_one_fleet(scene: Scene) -> None:
+    """Its trainer engine, unchanged, with the bus client: one group, and each engine has the trainer's tokens."""
+    with BusWeightSyncClient(scene.fleet.url) as client:
+        assert client.world_size() == len(scene.workers)
+        engine = trainer(scene.other, client, 1 + client.world_size())
+        engine.send_weights()
+        report = client.report
+        engine.shutdown()
+        client.shutdown_weight_transfer_engine()
+    assert report is not None
+    assert {one.worker: one.outcome.value for one in report.outcomes} == dict.fromkeys(scene.workers, "ok")
+    version = scene.fleet.rlbus("status")["version"]
+    assert version > [0, 2]
+    agree(scene, version)
+    assert scene.tokens() == dict.fromkeys(scene.workers, greedy(scene.other))

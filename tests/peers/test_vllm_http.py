@@ -16,6 +16,7 @@ from rlbus.workers.torch_lm.make import make_tiny_model
 from rlbus.workers.torch_lm.model import load_model
 from tests.peers.fleet import Fleet, completion
 from tests.peers.programs import Program, Programs, free_port
+from tests.peers.trainers import expected_tokens, trainer
 
 KEY = "sesame-open"
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -125,6 +126,29 @@ def test_update_from_a_trainer_and_from_disk_give_the_same_tokens(scene: Scene) 
     member = scene.fleet.until("7", is_admitted)
     assert weights_of(member)["version"] == [0, 3]
     assert not scene.is_paused()
+
+
+def test_vllms_http_client_updates_the_server_through_its_worker(scene: Scene) -> None:
+    """By the worker's `system_url`, under the agent's rules: refused unless paused, then the trainer's own tokens."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    trained = make_tiny_model(scene.folder / "trained", seed=13)
+    expected = expected_tokens(trained)
+    assert scene.tokens() != expected
+    url = scene.fleet.until("7", is_admitted)["descriptor"]["system_url"]
+    sync = HTTPVLLMWeightSyncClient(url)
+    engine = trainer(trained, sync, 2)
+    with pytest.raises(Exception, match="409"):
+        engine.send_weights()
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as admin:
+        assert admin.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+        engine.send_weights()
+        assert scene.is_paused()
+        assert admin.post("/resume").json() == {"status": "resumed"}
+    engine.shutdown()
+    sync.shutdown_weight_transfer_engine()
+    assert scene.tokens() == expected
+    assert weights_of(scene.fleet.until("7", is_admitted))["state"] == "clean"
 
 
 def test_agent_that_dies_alone_finds_the_server_as_it_was(scene: Scene) -> None:

@@ -30,6 +30,7 @@ from rlbus.workers.dynamo.surface import Began, DynamoError, Surface
 from rlbus.workers.dynamo.tensors import model_tensors
 from rlbus.workers.engines.base import EngineInfo, Observed
 from rlbus.workers.engines.found import Found
+from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.peer_http import Peer, PeerClient
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
@@ -174,7 +175,7 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
         if self._expected is not None and _LABELS | {_DISK, _PAUSE} <= listed:
             found.add(_DISK)
         if has_transfer:
-            found |= {_DISTRIBUTED, "get_weight_checksums"}
+            found |= {_DISTRIBUTED, "get_weight_checksums", *NATIVE_ROUTES}
         if self._loras is not None:
             found |= LORA_ROUTES
         return frozenset(found)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbus.schemas import DRAFT_ROUTE
+from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.engines.sleep import SLEEP_ROUTES
 from rlbus.workers.vllm_server.exchange import RankDraft, RankOutcome
 from rlbus.workers.vllm_server.ranks import left_of
@@ -98,7 +99,7 @@ def routes_of(facts: ServerFacts, greeting: Greeting, *, has_expected: bool, has
     if greeting.problem is None:
         routes.add("get_weight_checksums")
         if has_expected:
-            routes |= {"update_weights_from_disk", "update_weights_from_distributed"}
+            routes |= {"update_weights_from_disk", "update_weights_from_distributed", *NATIVE_ROUTES}
             routes |= {DRAFT_ROUTE} if has_draft and facts.has_draft else set()
     # On a CPU vLLM only says that it sleeps (facts/vllm-cpu.md 9).
     if facts.has_sleep and "cpu" not in greeting.devices:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -33,6 +34,7 @@ from rlbus.schemas import (
 )
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.found import Found
+from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.peer_http import Peer, PeerClient, PeerError
 from rlbus.workers.vllm_http.facts import ServerFacts, ask, denied
 from rlbus.workers.vllm_http.loras import RemoteLoras
@@ -61,6 +63,7 @@ ROUTES = frozenset(
         "update_weights_from_disk",
         "update_weights_from_distributed",
         DRAFT_ROUTE,
+        *NATIVE_ROUTES,
     }
 )
 # Of a completion with several prompts, so many are looked for by the id of its request, where the server can't be asked
@@ -247,6 +250,31 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
         await self._ready().abort_update()
         if self._loras is not None:
             await self._loras.restore()
+
+    # --- an update that somebody else's trainer drives, see `NativeEngine`: over rlbus's backend in the server only
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `NativeEngine`."""
+        await self._ready().init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._ready().shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._ready().start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `NativeEngine`."""
+        await self._ready().update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `NativeEngine`."""
+        await self._ready().finish_native(version)
+        await self._restore_after_weights()
+
+    # --- from disk, and what there is
 
     async def check_checkpoint(self, path: str) -> None:
         """See `Engine`."""

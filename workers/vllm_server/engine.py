@@ -26,8 +26,7 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, Observed
-from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
-from rlbus.workers.engines.native_group import GroupedNative
+from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
@@ -100,7 +99,6 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
             has_loras = False
         self._loras = VllmLoras(llm, self._calls, models, self._parent) if has_loras else None
         self._passed = PassedNative(llm, self._calls)
-        self._native: NativeEngine = self._passed
         self._exchange: Exchange | None = None
         self._info: EngineInfo | None = None
 
@@ -133,12 +131,12 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
             _log.info("updates are checked against %s", self._expected.source)
         if backends:
             routes |= {"update_weights_from_distributed", *NATIVE_ROUTES}
-            self._native = GroupedNative(self)
             # From outside its ranks say what it speculates with: see `take_over`.
             self._draft = await asyncio.to_thread(expected_draft, self._llm) if self._is_inside else None
             routes |= {DRAFT_ROUTE} if self._draft is not None else set()
         elif self._is_inside and (own := config.weight_transfer_config) is not None and own.backend not in BACKENDS:
             routes |= NATIVE_ROUTES
+            self._native = self._passed
         # vLLM refuses it where the platform has none; from outside it isn't known.
         if getattr(config.model_config, "enable_sleep_mode", False):
             routes |= SLEEP_ROUTES
@@ -338,27 +336,9 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
         await super().abort_update()
         await self._restore_loras()
 
-    # --- an update that somebody else's trainer drives: over our backend a group like any other, else vLLM's own
-
-    async def init_native(self, info: dict[str, Any]) -> None:
-        """See `NativeEngine`."""
-        await self._native.init_native(info)
-
-    async def shutdown_native(self) -> None:
-        """See `NativeEngine`."""
-        await self._native.shutdown_native()
-
-    async def start_native(self) -> None:
-        """See `NativeEngine`."""
-        await self._native.start_native()
-
-    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """See `NativeEngine`."""
-        await self._native.update_native(info)
-
     async def finish_native(self, version: Version) -> None:
         """See `NativeEngine`."""
-        await self._native.finish_native(version)
+        await super().finish_native(version)
         # vLLM drops its adapters with an update; a request that names one would kill it.
         await self._restore_loras()
 

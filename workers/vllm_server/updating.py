@@ -1,6 +1,7 @@
 """The half of `Engine` about weights that all engines with a vLLM behind them share: `Updates` does it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rlbus.errors import refused
 from rlbus.schemas import (
@@ -14,7 +15,9 @@ from rlbus.schemas import (
     TensorSum,
     Version,
 )
-from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.base import EngineInfo, ProgressFn, ReadyFn, ReceiveOrder
+from rlbus.workers.engines.native import NativeEngine
+from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.updates import Updates
@@ -32,6 +35,13 @@ class UpdatingEngine:
         self._updates: Updates | None = None
         self._expected: ExpectedTensors | None = None
         self._draft: ExpectedTensors | None = None
+        # Over rlbus' backend in the ranks it is a group like any other; an adapter may have another way.
+        self._native: NativeEngine = GroupedNative(self)
+
+    @property
+    def info(self) -> EngineInfo:
+        """See `Engine`."""
+        raise NotImplementedError
 
     def check_manifest(self, tensors: Sequence[TensorSpec]) -> None:
         """See `Engine`. RefusedError (`no_route`): it isn't known what the model consists of."""
@@ -88,6 +98,28 @@ class UpdatingEngine:
     async def draft_checksums(self) -> ChecksumsData:
         """See `DraftEngine`. As vLLM's own of the target: on a CPU without the linear layers."""
         return await self._ready().draft_checksums()
+
+    # --- an update that somebody else's trainer drives, see `NativeEngine`
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `NativeEngine`."""
+        await self._native.init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `NativeEngine`."""
+        await self._native.update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `NativeEngine`."""
+        await self._native.finish_native(version)
 
     def _ready(self) -> Updates:
         assert self._updates is not None, "the engine isn't started, or is closed"

@@ -12,22 +12,21 @@ from rlbus.workers.dynamo.engine import DynamoEngine
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.surface import ROUTES, Began
 from rlbus.workers.engines.found import Found
+from rlbus.workers.engines.native import NATIVE_ROUTES
 from tests.unit.workers.dynamo.fake_dynamo import FakeWorker, listed, on_engine
 
 pytestmark = pytest.mark.unit
 
-ALL = frozenset(
-    {
-        "pause_generation",
-        "resume_generation",
-        "flush_cache",
-        "abort_request",
-        "update_weights_from_disk",
-        "update_weights_from_distributed",
-        "get_weight_checksums",
-        "set_weight_version",
-    }
-)
+# What needs rlbus's backend in the ranks.
+OVER_A_GROUP = frozenset({"update_weights_from_distributed", "get_weight_checksums", *NATIVE_ROUTES})
+ALL = OVER_A_GROUP | {
+    "pause_generation",
+    "resume_generation",
+    "flush_cache",
+    "abort_request",
+    "update_weights_from_disk",
+    "set_weight_version",
+}
 
 
 def info_of(worker: FakeWorker, tmp_path: Path, who: Listed | None = None, **options: Any) -> Any:
@@ -54,7 +53,7 @@ def test_a_worker_with_our_transfer_backend_takes_every_update(tmp_path: Path) -
 def test_a_worker_without_it_takes_updates_from_disk_only(tmp_path: Path) -> None:
     """What vLLM says to the question is no reason to leave the worker out."""
     info = info_of(FakeWorker(has_transfer=False), tmp_path)
-    assert info.routes == ALL - {"update_weights_from_distributed", "get_weight_checksums"}
+    assert info.routes == ALL - OVER_A_GROUP
     assert info.backends == ()
 
 
@@ -84,17 +83,9 @@ def test_a_backend_that_the_user_promised_and_that_is_not_there_is_an_error(tmp_
     [
         ("abort_request", {"abort_request"}),
         ("update_weights_from_disk", {"update_weights_from_disk"}),
-        ("init_weights_update_group", {"update_weights_from_distributed", "get_weight_checksums"}),
-        ("update_weights_from_distributed", {"update_weights_from_distributed", "get_weight_checksums"}),
-        (
-            "set_weight_version",
-            {
-                "set_weight_version",
-                "update_weights_from_disk",
-                "update_weights_from_distributed",
-                "get_weight_checksums",
-            },
-        ),
+        ("init_weights_update_group", OVER_A_GROUP),
+        ("update_weights_from_distributed", OVER_A_GROUP),
+        ("set_weight_version", {"set_weight_version", "update_weights_from_disk", *OVER_A_GROUP}),
         ("liveness_probe", set()),
     ],
 )

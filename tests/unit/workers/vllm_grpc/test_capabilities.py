@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("google.protobuf")
 
 from rlbus.schemas import DRAFT_ROUTE, Fault, FaultCode
+from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.vllm_grpc import messages
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
 from rlbus.workers.vllm_server.exchange import RankDraft, RankOutcome
@@ -92,6 +93,7 @@ def test_everything_is_advertised_when_all_is_there() -> None:
         "get_weight_checksums",
         "update_weights_from_disk",
         "update_weights_from_distributed",
+        *NATIVE_ROUTES,
     }
     assert backends_of(facts(**OURS), cpu) == ("gloo",)
     assert backends_of(facts(**OURS), cuda) == ("nccl", "gloo")

@@ -248,3 +248,17 @@ def test_list_of_another_version_is_an_error(both: Both) -> None:
             await engine.list_loras()
 
     on_engine(both, check)
+
+
+def test_native_routes_are_there_with_rlbus_transfer_only(both: Both) -> None:
+    """Somebody else's trainer feeds it over Gloo; vLLM's own backends aren't driven from outside."""
+
+    async def there(engine: VllmHttpEngine) -> None:
+        assert "init_weight_transfer_engine" in engine.info.routes
+
+    async def missing(engine: VllmHttpEngine) -> None:
+        assert "init_weight_transfer_engine" not in engine.info.routes
+
+    on_engine(both, there)
+    both.rl.backend = "nccl"
+    on_engine(both, missing)
