@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.peers.trainers import expected_tokens, trainer
 KEY = "sesame-open"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 TRANSFER = ("--weight-transfer-config", '{"backend": "gloo"}')
+# More than the server runs at once, each as long as it can be.
+NUM_REQUESTS, NUM_TOKENS = 300, 500
 # How long a death may take to be seen on a machine under load.
 SEEN_S = 15.0
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
@@ -58,6 +61,11 @@ class Scene:
     def is_paused(self) -> bool:
         """As the server itself says."""
         return bool(httpx.get(f"{self.url}/is_paused", trust_env=False, timeout=30.0).json()["is_paused"])
+
+    def num_requests(self) -> int:
+        """How many the server has, by rlbus's plugin in it."""
+        answer = httpx.get(f"{self.url}/rlbus", headers=AUTH, trust_env=False, timeout=30.0)
+        return len(answer.json()["requests"])
 
     def label(self) -> str:
         """The server's own label of its weights."""
@@ -110,6 +118,22 @@ def test_pause_and_resume_reach_the_server(scene: Scene, mode: str) -> None:
     assert scene.is_paused()
     scene.fleet.rlbus("resume")
     assert not scene.is_paused()
+
+
+def test_a_pause_is_acked_beside_requests_that_fill_the_server(scene: Scene) -> None:
+    """SCENARIOS 51: it waits behind none of them, and neither does what the worker says of itself; then all go on."""
+
+    def ask() -> list[int]:
+        return completion(scene.url, str(scene.model), num_tokens=NUM_TOKENS, headers=AUTH)
+
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        running = [pool.submit(ask) for _ in range(NUM_REQUESTS)]
+        scene.server.until(lambda: scene.num_requests() == NUM_REQUESTS)
+        scene.fleet.rlbus("pause", "--mode", "keep")
+        assert not any(request.done() for request in running)
+        scene.fleet.until("7", lambda m: m["status"]["generation"] == "paused")
+        scene.fleet.rlbus("resume")
+        assert [len(request.result()) for request in running] == [NUM_TOKENS] * NUM_REQUESTS
 
 
 def test_update_from_a_trainer_and_from_disk_give_the_same_tokens(scene: Scene) -> None:
