@@ -65,6 +65,7 @@ class _Job(Generic[T]):
             self._result.append(self._work())
         except BaseException as exc:  # noqa: BLE001 - `result` raises it in the caller
             self._error = exc
+        del self._work  # what it holds is the caller's alone again, although this thread takes a moment to end
         self.done.set()
         if self._on_done is not None:
             self._on_done()

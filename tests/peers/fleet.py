@@ -59,7 +59,9 @@ class Fleet:
             time.sleep(POLL_S)
 
 
-def completion(url: str, model: str, *, num_tokens: int = 16, headers: dict[str, str] | None = None) -> list[int]:
+def completion(
+    url: str, model: str, *, num_tokens: int = 16, headers: dict[str, str] | None = None, limit_s: float = 60.0
+) -> list[int]:
     """Greedy token ids from a vLLM server."""
     body = {
         "model": model,
@@ -69,7 +71,7 @@ def completion(url: str, model: str, *, num_tokens: int = 16, headers: dict[str,
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60.0, trust_env=False)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=limit_s, trust_env=False)
     answer.raise_for_status()
     return list(answer.json()["choices"][0]["token_ids"])
 

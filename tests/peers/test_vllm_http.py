@@ -16,14 +16,14 @@ from rlbus.workers.supervisor.processes import tree
 from rlbus.workers.torch_lm.make import make_tiny_model
 from rlbus.workers.torch_lm.model import load_model
 from tests.peers.fleet import Fleet, completion
-from tests.peers.programs import Program, Programs, free_port
+from tests.peers.programs import START_S, Program, Programs, free_port
 from tests.peers.trainers import expected_tokens, trainer
 
 KEY = "sesame-open"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 TRANSFER = ("--weight-transfer-config", '{"backend": "gloo"}')
-# More than the server runs at once, each as long as it can be.
-NUM_REQUESTS, NUM_TOKENS = 300, 500
+# More than its memory holds at once, each nearly as long as it can be.
+NUM_REQUESTS, NUM_TOKENS = 160, 480
 # How long a death may take to be seen on a machine under load.
 SEEN_S = 15.0
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
@@ -124,11 +124,13 @@ def test_a_pause_is_acked_beside_requests_that_fill_the_server(scene: Scene) -> 
     """SCENARIOS 51: it waits behind none of them, and neither does what the worker says of itself; then all go on."""
 
     def ask() -> list[int]:
-        return completion(scene.url, str(scene.model), num_tokens=NUM_TOKENS, headers=AUTH)
+        return completion(scene.url, str(scene.model), num_tokens=NUM_TOKENS, headers=AUTH, limit_s=START_S)
 
+    scene.fleet.rlbus("pause", "--mode", "keep")
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         running = [pool.submit(ask) for _ in range(NUM_REQUESTS)]
         scene.server.until(lambda: scene.num_requests() == NUM_REQUESTS)
+        scene.fleet.rlbus("resume")
         scene.fleet.rlbus("pause", "--mode", "keep")
         assert not any(request.done() for request in running)
         scene.fleet.until("7", lambda m: m["status"]["generation"] == "paused")

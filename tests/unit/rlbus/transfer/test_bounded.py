@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 
 import pytest
 
@@ -70,3 +71,20 @@ def test_a_coroutine_awaits_a_thread_and_can_leave_it() -> None:
         gate.set()
 
     asyncio.run(scenario())
+
+
+def test_work_that_has_ended_holds_nothing_any_more() -> None:
+    """Though its thread may take a moment longer: what the work was about goes with its owner."""
+
+    class Owner:
+        """Something that cleans up when nobody has it."""
+
+    async def main() -> None:
+        for _ in range(200):
+            owner = Owner()
+            gone = weakref.ref(owner)
+            assert await run_in_thread(lambda owner=owner: owner is not None, name="test")  # type: ignore[misc]
+            del owner
+            assert gone() is None
+
+    asyncio.run(main())
