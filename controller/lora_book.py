@@ -215,10 +215,20 @@ def is_freeing(lora: FleetLora, target: Target, before: Sequence[WorkerStatus]) 
 
 def has_other_bytes(key: str, checksum: str, status: WorkerStatus) -> bool:
     """Whether a worker says that it has this adapter from other bytes, or from such as nobody knows. Pure."""
+    return _sum_of(key, status) not in (None, checksum[:SHORT_SUM_CHARS])
+
+
+def has_bytes(key: str, checksum: str, status: WorkerStatus) -> bool:
+    """Whether a worker says that it has this adapter from these bytes. Pure."""
+    return _sum_of(key, status) == checksum[:SHORT_SUM_CHARS]
+
+
+def _sum_of(key: str, status: WorkerStatus) -> str | None:
+    """What a worker says of an adapter's bytes; None: it hasn't got it, or names no checksums."""
     loras = status.loras
     if loras is None or key not in loras.ids or len(loras.sums) != len(loras.ids):
-        return False
-    return loras.sums[loras.ids.index(key)] != checksum[:SHORT_SUM_CHARS]
+        return None
+    return loras.sums[loras.ids.index(key)]
 
 
 def fleet_lora(request: LoadLoraFleet, revision: int, at: float) -> FleetLora:

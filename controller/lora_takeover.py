@@ -1,9 +1,9 @@
 """What a new leader does with an op about adapters that the one before left unfinished: finish it, or take it back.
 
-A load that every member shows is the fleet's, for all of them; any other is unloaded where it is and wasn't meant to be
-before, since nobody may serve what the others don't have. Whatever had to go for it is given back by the catch-up, and
-nothing is taken that somebody else put there. An unload is asked for once more: it only goes forward. Then everybody
-whom the op has paused is let go.
+A load that every member shows is the fleet's, for all of them; any other is unloaded where it is and wasn't before,
+since nobody may serve what the others don't have. Requests that are on it there end by themselves; whatever had to go
+for it is given back by the catch-up, and nothing is taken that somebody else put there. An unload is asked for once
+more: it only goes forward. Then everybody whom the op has paused is let go.
 """
 
 from collections.abc import Sequence
@@ -59,6 +59,8 @@ class LoraTakeOver(TakeOver):
         # Of a load: its revision, and for which members the fleet has it.
         self._revision = 0
         self._meant: frozenset[WorkerId] = frozenset()
+        # Of a load that is taken back: who has said that it lets it go.
+        self._unloaded: frozenset[WorkerId] = frozenset()
         self._result: LoraResult | None = None
 
     async def settle(self) -> Report:
@@ -98,13 +100,22 @@ class LoraTakeOver(TakeOver):
         self._meant = frozenset(meant)
         mine = [w for w in self._seen if w not in self._meant and self._may_have(w, request)]
         if mine:
-            await self._until_free("undo", UnloadLora(name=name, revision=self._revision, drain_s=0.0), mine)
+            # Requests may be on it: moved to it by a hot swap, or promised their time before the load.
+            answers = await self._answers("undo", UnloadLora(name=name, revision=self._revision), mine)
+            self._unloaded = frozenset(w for w, answer in answers.items() if answer.is_ok)
             await self._list()
 
+    def _had(self, worker: WorkerId) -> bool:
+        """Whether it served it before the load, from the same bytes."""
+        before = self._before.get(worker)
+        return before is not None and before.has_lora
+
     def _may_have(self, worker: WorkerId, request: LoadLoraFleet) -> bool:
-        """Whether the load may have put it there, or still does; what somebody else put there isn't touched, nor what
-        takes no requests any more.
+        """Whether the load may have put it there, or still does; what was there before isn't touched, nor what takes no
+        requests any more.
         """
+        if self._had(worker):
+            return False
         data, status = self._lists.get(worker), self._seen[worker]
         if data is None:
             return not has_other_bytes(lora_id(request.name, self._revision), request.checksum, status)
@@ -176,9 +187,9 @@ class LoraTakeOver(TakeOver):
         if is_meant and self._shows(data, request):
             return Outcome.OK, None
         match _state(data, request.name, self._revision):
-            case LoraState.LOADED if self._shows(data, request):
+            case LoraState.LOADED if self._shows(data, request) and not self._had(worker):
                 return Outcome.FAILED, self._nobody_knows(f"it still has {own}, which the fleet doesn't: unload it")
-            case LoraState.DRAINING if not is_meant:
+            case LoraState.DRAINING if not is_meant and worker not in self._unloaded:
                 why = f"it still has {own}, and takes no requests for it; it unloads it by itself once it can"
                 return Outcome.FAILED, self._nobody_knows(why)
             case LoraState.UNSETTLED:

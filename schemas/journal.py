@@ -36,12 +36,13 @@ MutationRequest = (
 
 class MemberBefore(Wire, frozen=True, kw_only=True):
     """How a member was when an op began: its process, the version that the op is about (None: not clean, or none), and
-    what slept.
+    what slept. `has_lora`: it served the adapter of a load already, from the same bytes, by its status.
     """
 
     boot_id: str
     version: Version | None = None
     asleep: tuple[SleepTag, ...] = ()
+    has_lora: bool = False
 
 
 class JournalEntry(Wire, frozen=True, kw_only=True):

@@ -367,7 +367,7 @@ EXAMPLES += (
             request=s.FlushFleet(**ASKED, target=TARGET),
             members=(s.worker_id("backend", "7"),),
             fleet=V2,
-            before=(s.MemberBefore(boot_id="b1", version=V1, asleep=(s.SleepTag.KV_CACHE,)),),
+            before=(s.MemberBefore(boot_id="b1", version=V1, asleep=(s.SleepTag.KV_CACHE,), has_lora=True),),
             held=(s.worker_id("backend", "7"),),
             verified=(s.worker_id("backend", "7"),),
             report=REPORT,
