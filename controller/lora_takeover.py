@@ -6,14 +6,14 @@ for it is given back by the catch-up, and nothing is taken that somebody else pu
 more: it only goes forward. Then everybody whom the op has paused is let go.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from rlbus.controller.causes import fault
 from rlbus.controller.limits import ENDING_STEP_S
 from rlbus.controller.line import Line
-from rlbus.controller.lora_book import fleet_lora, has_other_bytes, revisions_on, should_have
+from rlbus.controller.lora_book import fleet_lora, has_other_bytes, may_have_freed, revisions_on, should_have
 from rlbus.controller.lora_state import shows
 from rlbus.controller.lora_where import spared, with_spared
 from rlbus.controller.loras import Loras
@@ -128,6 +128,7 @@ class LoraTakeOver(TakeOver):
         before = list(self._seen.values())
         there = {*self._loras.book.revisions(request.name), *revisions_on(request.name, before)}
         self._wanted = sorted(there) if request.revision is None else [request.revision]
+        freeing = self._freeing(request, before)
         asked = await self._unload(request, self._wanted)
         await self._list()
         is_whole = len(self._lists) == len(self._entry.members)
@@ -142,7 +143,14 @@ class LoraTakeOver(TakeOver):
                 partly.append(lora_id(request.name, revision))  # those not asked now may be, by the leader before
         self._is_done = len(gone) == len(self._wanted)
         self._result = LoraResult(ids=tuple(gone), partly=tuple(partly))
-        self._loras.unloaded(request, self._result, before)
+        self._loras.unloaded(request, self._result, freeing)
+
+    def _freeing(self, request: UnloadLoraFleet, now: Sequence[WorkerStatus]) -> Collection[str]:
+        """Those that stay the fleet's, since other bytes went under their names: these may be gone already."""
+        if self._entry.freeing is not None:
+            return self._entry.freeing
+        known = self._loras.book.of(lora_id(request.name, revision) for revision in self._wanted)
+        return [i for i, one in known.items() if may_have_freed(one, request.target, now)]
 
     async def _unload(self, request: UnloadLoraFleet, revisions: Sequence[int]) -> Sequence[int]:
         """Ask for one after the other; those that were asked for.

@@ -194,13 +194,23 @@ class Succession:
         version: Version | None = None,
         epoch: int | None = None,
         what: str | None = None,
+        freeing: tuple[str, ...] | None = None,
     ) -> Record:
         """What writes an op down before it begins."""
         names = tuple(m.worker for m in members)
         before, fleet = tuple(_before(m, request, what) for m in members), self._registry.version
         paused = tuple(sorted(held))
         return lambda: self.journal.begin(
-            request, name, names, fleet=fleet, before=before, held=paused, version=version, epoch=epoch, what=what
+            request,
+            name,
+            names,
+            fleet=fleet,
+            before=before,
+            held=paused,
+            version=version,
+            epoch=epoch,
+            what=what,
+            freeing=freeing,
         )
 
     def note_phase(self, state: UpdateState) -> None:

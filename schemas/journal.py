@@ -50,7 +50,8 @@ class JournalEntry(Wire, frozen=True, kw_only=True):
 
     `fleet` is the fleet's version before, `before` is how the members were, in their order. `held` are members that
     somebody else had paused before. `verified` are those that have everything and the sender's checksums: whoever is
-    named here may be committed.
+    named here may be committed. `freeing`, of an unload: those of its adapters that stay the fleet's, since it takes
+    other bytes under their names; None: nobody wrote that down.
     """
 
     item: HistoryItem
@@ -60,6 +61,7 @@ class JournalEntry(Wire, frozen=True, kw_only=True):
     before: tuple[MemberBefore, ...] = ()
     held: tuple[WorkerId, ...] = ()
     verified: tuple[WorkerId, ...] = ()
+    freeing: tuple[str, ...] | None = None
     report: Report | None = None
 
 

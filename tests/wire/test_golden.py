@@ -370,6 +370,7 @@ EXAMPLES += (
             before=(s.MemberBefore(boot_id="b1", version=V1, asleep=(s.SleepTag.KV_CACHE,), has_lora=True),),
             held=(s.worker_id("backend", "7"),),
             verified=(s.worker_id("backend", "7"),),
+            freeing=("policy@7",),
             report=REPORT,
         ),
     ),

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from rlbus.adapter import adapter_sum
-from rlbus.schemas import LoadLora
+from rlbus.schemas import LoadLora, Target, UnloadLora
 from rlbus.testing import MemoryKv
 from rlbus.workers.engines.fake_script import failing
 from tests.unit.controller.failover_stage import Stage, play
-from tests.unit.controller.lora_stage import adapter, taker
-from tests.unit.controller.scene import outcomes
+from tests.unit.controller.lora_stage import adapter, taker, takers
+from tests.unit.controller.scene import outcomes, w
 from tests.unit.controller.test_loras_failover import killing, serving, settled
 
 pytestmark = pytest.mark.unit
+
+THIRD = Target(workers=(w(3),))
 
 
 def forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,3 +125,48 @@ def test_a_load_that_a_controller_of_before_has_written_down_is_taken_back(
         assert serving(stage) == [[], []]
 
     play([taker(1, {"load_lora": {1: replace(failing(), latency_s=3.0)}}), taker(2)], scenario)
+
+
+@pytest.mark.parametrize("is_written_down", [True, False])
+def test_a_worker_whose_other_bytes_were_unloaded_is_given_the_fleets_also_by_the_next_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written_down: bool
+) -> None:
+    """They were gone when it came: the journal says whose they were, and nobody else's may be meant without it."""
+    if not is_written_down:
+        forgetting(monkeypatch)
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder)
+        async with taker(3)(stage.broker) as late:
+            late.engine.loras.sums["policy", 1] = "e" * 64
+            await stage.client.wait_ready(num_workers=3)
+            await asyncio.sleep(20.0)
+            stage.on_command = killing(stage, UnloadLora)
+            report = await stage.client.unload_lora("policy", revision=1, target=THIRD, check=False)
+            await settled(stage)
+            assert outcomes(report) == {"3": "ok"}
+            await asyncio.sleep(90.0)
+            assert late.engine.loras.sums["policy", 1] == adapter_sum(folder).checksum
+            view = await stage.client.status()
+            assert [x.not_on for x in view.loras] == [()]
+            assert [m.loras_behind for m in view.members] == [()] * 3
+
+    play(takers(1, 2), scenario)
+
+
+def test_a_worker_that_let_the_fleets_own_go_is_not_given_it_again_by_the_next_controller(tmp_path: Path) -> None:
+    """The unload was done when it came; the journal says that it took the fleet's."""
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.load_lora("policy", folder)
+        stage.on_command = killing(stage, UnloadLora)
+        report = await stage.client.unload_lora("policy", target=THIRD, check=False)
+        await settled(stage)
+        assert outcomes(report) == {"3": "ok"}
+        await asyncio.sleep(90.0)
+        assert serving(stage) == [["policy@1"], ["policy@1"], []]
+        assert [x.not_on for x in (await stage.client.status()).loras] == [(w(3),)]
+
+    play(takers(1, 2, 3), scenario)
