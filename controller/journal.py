@@ -127,6 +127,7 @@ class Journal:
         version: Version | None = None,
         epoch: int | None = None,
         what: str | None = None,
+        freeing: tuple[str, ...] | None = None,
     ) -> None:
         """Write down that this op begins, before it does. It may be called again if it failed, before `end`.
 
@@ -145,7 +146,9 @@ class Journal:
             epoch=epoch,
             what=what,
         )
-        entry = JournalEntry(item=item, request=request, members=members, fleet=fleet, before=before, held=held)
+        entry = JournalEntry(
+            item=item, request=request, members=members, fleet=fleet, before=before, held=held, freeing=freeing
+        )
         kept = _Kept(entry, None)
         self._kept[request.op_id] = kept
         self._forget_oldest()

@@ -191,7 +191,8 @@ class LoraBook:
                 evicted = () if report is None or report.lora is None else report.lora.evicted
                 self.take(evicted, request.op_id, request.target)
         elif isinstance(request, UnloadLoraFleet) and report is not None and report.lora is not None:
-            self.take((*report.lora.ids, *report.lora.partly), request.op_id, request.target)
+            ids = {*report.lora.ids, *report.lora.partly}.difference(entry.freeing or ())
+            self.take(ids, request.op_id, request.target)
 
 
 def should_have(lora: FleetLora, worker: WorkerId) -> bool:
@@ -213,12 +214,36 @@ def is_freeing(lora: FleetLora, target: Target, before: Sequence[WorkerStatus]) 
     return is_part and bool(before) and all(has_other_bytes(key, lora.checksum, status) for status in before)
 
 
+def may_have_freed(lora: FleetLora, target: Target, now: Sequence[WorkerStatus]) -> bool:
+    """The same of an unload that may be done already, and of which nobody wrote down what it took: so if it named the
+    workers, as one is told to that takes other bytes, and none of them may have the fleet's. Rather given once too
+    often than lacked for ever. Pure.
+    """
+    if target.components is not None or reach(lora) - reach_of(target) == NOBODY:
+        return False
+    key = lora_id(lora.name, lora.revision)
+    return bool(now) and all(
+        has_other_bytes(key, lora.checksum, status) or (status.loras is not None and key not in status.loras.ids)
+        for status in now
+    )
+
+
 def has_other_bytes(key: str, checksum: str, status: WorkerStatus) -> bool:
     """Whether a worker says that it has this adapter from other bytes, or from such as nobody knows. Pure."""
+    return _sum_of(key, status) not in (None, checksum[:SHORT_SUM_CHARS])
+
+
+def has_bytes(key: str, checksum: str, status: WorkerStatus) -> bool:
+    """Whether a worker says that it has this adapter from these bytes. Pure."""
+    return _sum_of(key, status) == checksum[:SHORT_SUM_CHARS]
+
+
+def _sum_of(key: str, status: WorkerStatus) -> str | None:
+    """What a worker says of an adapter's bytes; None: it hasn't got it, or names no checksums."""
     loras = status.loras
     if loras is None or key not in loras.ids or len(loras.sums) != len(loras.ids):
-        return False
-    return loras.sums[loras.ids.index(key)] != checksum[:SHORT_SUM_CHARS]
+        return None
+    return loras.sums[loras.ids.index(key)]
 
 
 def fleet_lora(request: LoadLoraFleet, revision: int, at: float) -> FleetLora:

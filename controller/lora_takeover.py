@@ -1,19 +1,19 @@
 """What a new leader does with an op about adapters that the one before left unfinished: finish it, or take it back.
 
-A load that every member shows is the fleet's, for all of them; any other is unloaded where it is and wasn't meant to be
-before, since nobody may serve what the others don't have. Whatever had to go for it is given back by the catch-up, and
-nothing is taken that somebody else put there. An unload is asked for once more: it only goes forward. Then everybody
-whom the op has paused is let go.
+A load that every member shows is the fleet's, for all of them; any other is unloaded where it is and wasn't before,
+since nobody may serve what the others don't have. Requests that are on it there end by themselves; whatever had to go
+for it is given back by the catch-up, and nothing is taken that somebody else put there. An unload is asked for once
+more: it only goes forward. Then everybody whom the op has paused is let go.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from rlbus.controller.causes import fault
 from rlbus.controller.limits import ENDING_STEP_S
 from rlbus.controller.line import Line
-from rlbus.controller.lora_book import fleet_lora, has_other_bytes, revisions_on, should_have
+from rlbus.controller.lora_book import fleet_lora, has_other_bytes, may_have_freed, revisions_on, should_have
 from rlbus.controller.lora_state import shows
 from rlbus.controller.lora_where import spared, with_spared
 from rlbus.controller.loras import Loras
@@ -59,6 +59,8 @@ class LoraTakeOver(TakeOver):
         # Of a load: its revision, and for which members the fleet has it.
         self._revision = 0
         self._meant: frozenset[WorkerId] = frozenset()
+        # Of a load that is taken back: who has said that it lets it go.
+        self._unloaded: frozenset[WorkerId] = frozenset()
         self._result: LoraResult | None = None
 
     async def settle(self) -> Report:
@@ -98,13 +100,22 @@ class LoraTakeOver(TakeOver):
         self._meant = frozenset(meant)
         mine = [w for w in self._seen if w not in self._meant and self._may_have(w, request)]
         if mine:
-            await self._until_free("undo", UnloadLora(name=name, revision=self._revision, drain_s=0.0), mine)
+            # Requests may be on it: moved to it by a hot swap, or promised their time before the load.
+            answers = await self._answers("undo", UnloadLora(name=name, revision=self._revision), mine)
+            self._unloaded = frozenset(w for w, answer in answers.items() if answer.is_ok)
             await self._list()
 
+    def _had(self, worker: WorkerId) -> bool:
+        """Whether it served it before the load, from the same bytes."""
+        before = self._before.get(worker)
+        return before is not None and before.has_lora
+
     def _may_have(self, worker: WorkerId, request: LoadLoraFleet) -> bool:
-        """Whether the load may have put it there, or still does; what somebody else put there isn't touched, nor what
-        takes no requests any more.
+        """Whether the load may have put it there, or still does; what was there before isn't touched, nor what takes no
+        requests any more.
         """
+        if self._had(worker):
+            return False
         data, status = self._lists.get(worker), self._seen[worker]
         if data is None:
             return not has_other_bytes(lora_id(request.name, self._revision), request.checksum, status)
@@ -117,6 +128,7 @@ class LoraTakeOver(TakeOver):
         before = list(self._seen.values())
         there = {*self._loras.book.revisions(request.name), *revisions_on(request.name, before)}
         self._wanted = sorted(there) if request.revision is None else [request.revision]
+        freeing = self._freeing(request, before)
         asked = await self._unload(request, self._wanted)
         await self._list()
         is_whole = len(self._lists) == len(self._entry.members)
@@ -131,7 +143,14 @@ class LoraTakeOver(TakeOver):
                 partly.append(lora_id(request.name, revision))  # those not asked now may be, by the leader before
         self._is_done = len(gone) == len(self._wanted)
         self._result = LoraResult(ids=tuple(gone), partly=tuple(partly))
-        self._loras.unloaded(request, self._result, before)
+        self._loras.unloaded(request, self._result, freeing)
+
+    def _freeing(self, request: UnloadLoraFleet, now: Sequence[WorkerStatus]) -> Collection[str]:
+        """Those that stay the fleet's, since other bytes went under their names: these may be gone already."""
+        if self._entry.freeing is not None:
+            return self._entry.freeing
+        known = self._loras.book.of(lora_id(request.name, revision) for revision in self._wanted)
+        return [i for i, one in known.items() if may_have_freed(one, request.target, now)]
 
     async def _unload(self, request: UnloadLoraFleet, revisions: Sequence[int]) -> Sequence[int]:
         """Ask for one after the other; those that were asked for.
@@ -176,9 +195,9 @@ class LoraTakeOver(TakeOver):
         if is_meant and self._shows(data, request):
             return Outcome.OK, None
         match _state(data, request.name, self._revision):
-            case LoraState.LOADED if self._shows(data, request):
+            case LoraState.LOADED if self._shows(data, request) and not self._had(worker):
                 return Outcome.FAILED, self._nobody_knows(f"it still has {own}, which the fleet doesn't: unload it")
-            case LoraState.DRAINING if not is_meant:
+            case LoraState.DRAINING if not is_meant and worker not in self._unloaded:
                 why = f"it still has {own}, and takes no requests for it; it unloads it by itself once it can"
                 return Outcome.FAILED, self._nobody_knows(why)
             case LoraState.UNSETTLED:

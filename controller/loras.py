@@ -35,7 +35,6 @@ from rlbus.schemas import (
     Report,
     UnloadLoraFleet,
     WorkerId,
-    WorkerStatus,
     lora_id,
 )
 
@@ -162,16 +161,18 @@ class Loras:
         op = Op(self._bus, self._namespace, request, name)
         plan = UnloadPlan(request.name, revisions, tuple(m.worker for m in members), request.drain_s)
         before = [m.status for m in members]
+        loras = self.book.of(lora_id(request.name, revision) for revision in revisions)
+        freeing = tuple(i for i, one in loras.items() if is_freeing(one, request.target, before))
 
         async def work(_: Running) -> Report:
             report = await UnloadRun(op, self._line, plan).run()
             assert report.lora is not None
             known = [m.worker for m in self._registry.members() if takes_loras(m)]
-            await self._delete(self.unloaded(request, report.lora, before, known))
+            await self._delete(self.unloaded(request, report.lora, freeing, known))
             return report
 
         what = lora_id(request.name, revisions[0]) if len(revisions) == 1 else request.name
-        record = self._record(request, name, members, what=what)
+        record = self._record(request, name, members, what=what, freeing=freeing)
         self._desk.begin(op, reply, work, is_mutation=True, record=record)
         return None
 
@@ -179,14 +180,14 @@ class Loras:
         self,
         request: UnloadLoraFleet,
         result: LoraResult,
-        before: Sequence[WorkerStatus],
+        freeing: Collection[str],
         known: Collection[WorkerId] | None = None,
     ) -> tuple[LoraSource, ...]:
         """Nobody of the target is given these any more, also where one could not be let go; where they came from.
-        `before`: what the workers that were asked said before. `known` as in `LoraBook.take`.
+        `freeing`: those of which only other bytes went, so they are to be given them still. `known` as in
+        `LoraBook.take`.
         """
-        there = self.book.of((*result.ids, *result.partly))
-        ids = [i for i, one in there.items() if not is_freeing(one, request.target, before)]
+        ids = {*result.ids, *result.partly}.difference(freeing)
         taken = self.book.take(ids, request.op_id, request.target, known)
         self._keep()
         return tuple(one.source for one in taken.values())
@@ -215,10 +216,11 @@ class Loras:
         *,
         what: str,
         held: Sequence[str] = (),
+        freeing: tuple[str, ...] | None = None,
     ) -> Record | None:
         if self._succession is None:
             return None
-        return self._succession.record(request, name, members, held=held, what=what)  # type: ignore[arg-type]
+        return self._succession.record(request, name, members, held=held, what=what, freeing=freeing)  # type: ignore[arg-type]
 
     async def _delete(self, sources: Sequence[LoraSource]) -> None:
         """Free the store of objects that no adapter of the fleet comes from; they would end by themselves, too.

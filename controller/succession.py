@@ -12,6 +12,7 @@ from rlbus.controller.draft import view_of
 from rlbus.controller.giving_way import keeps_version
 from rlbus.controller.journal import Journal
 from rlbus.controller.line import Line
+from rlbus.controller.lora_book import has_bytes
 from rlbus.controller.op import Op
 from rlbus.controller.registry import Member, Registry
 from rlbus.controller.takeover import COMMIT_PHASE, TakeOver
@@ -47,10 +48,11 @@ LOOK_S = 1.0
 NO_JOURNAL = fault(FaultCode.WRONG_STATE, "this controller keeps no journal: it was started with --single")
 
 
-def _before(member: Member, request: Any) -> MemberBefore:
+def _before(member: Member, request: Any, what: str | None) -> MemberBefore:
     weights = view_of(member.status, request)
     version = weights.version if weights.state is WeightsState.CLEAN else None
-    return MemberBefore(boot_id=member.boot_id, version=version, asleep=member.status.asleep)
+    has_lora = isinstance(request, LoadLoraFleet) and has_bytes(what or "", request.checksum, member.status)
+    return MemberBefore(boot_id=member.boot_id, version=version, asleep=member.status.asleep, has_lora=has_lora)
 
 
 def _went_back(entry: JournalEntry, known: Version) -> bool:
@@ -192,13 +194,23 @@ class Succession:
         version: Version | None = None,
         epoch: int | None = None,
         what: str | None = None,
+        freeing: tuple[str, ...] | None = None,
     ) -> Record:
         """What writes an op down before it begins."""
         names = tuple(m.worker for m in members)
-        before, fleet = tuple(_before(m, request) for m in members), self._registry.version
+        before, fleet = tuple(_before(m, request, what) for m in members), self._registry.version
         paused = tuple(sorted(held))
         return lambda: self.journal.begin(
-            request, name, names, fleet=fleet, before=before, held=paused, version=version, epoch=epoch, what=what
+            request,
+            name,
+            names,
+            fleet=fleet,
+            before=before,
+            held=paused,
+            version=version,
+            epoch=epoch,
+            what=what,
+            freeing=freeing,
         )
 
     def note_phase(self, state: UpdateState) -> None:

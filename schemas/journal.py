@@ -36,12 +36,13 @@ MutationRequest = (
 
 class MemberBefore(Wire, frozen=True, kw_only=True):
     """How a member was when an op began: its process, the version that the op is about (None: not clean, or none), and
-    what slept.
+    what slept. `has_lora`: it served the adapter of a load already, from the same bytes, by its status.
     """
 
     boot_id: str
     version: Version | None = None
     asleep: tuple[SleepTag, ...] = ()
+    has_lora: bool = False
 
 
 class JournalEntry(Wire, frozen=True, kw_only=True):
@@ -49,7 +50,8 @@ class JournalEntry(Wire, frozen=True, kw_only=True):
 
     `fleet` is the fleet's version before, `before` is how the members were, in their order. `held` are members that
     somebody else had paused before. `verified` are those that have everything and the sender's checksums: whoever is
-    named here may be committed.
+    named here may be committed. `freeing`, of an unload: those of its adapters that stay the fleet's, since it takes
+    other bytes under their names; None: nobody wrote that down.
     """
 
     item: HistoryItem
@@ -59,6 +61,7 @@ class JournalEntry(Wire, frozen=True, kw_only=True):
     before: tuple[MemberBefore, ...] = ()
     held: tuple[WorkerId, ...] = ()
     verified: tuple[WorkerId, ...] = ()
+    freeing: tuple[str, ...] | None = None
     report: Report | None = None
 
 

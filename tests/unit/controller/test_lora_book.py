@@ -3,7 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from rlbus.controller.lora_book import MAX_FLEET_LORAS, MAX_PAST, LoraBook, gone_for, is_freeing, should_have
+from rlbus.controller.lora_book import (
+    MAX_FLEET_LORAS,
+    MAX_PAST,
+    LoraBook,
+    gone_for,
+    is_freeing,
+    may_have_freed,
+    should_have,
+)
 from rlbus.schemas import (
     FaultCode,
     FleetLora,
@@ -158,6 +166,7 @@ def test_an_object_is_used_as_long_as_some_adapter_comes_from_it() -> None:
 ALL, DECODE = Target(), Target(components=("decode",))
 A_AND_B, B_ONLY = Target(components=("decode", "other")), Target(components=("other",))
 DECODE_1, DECODE_2, OTHER = WorkerId("decode/1"), WorkerId("decode/2"), WorkerId("other/1")
+ONLY_1 = Target(workers=(DECODE_1,))
 FIRST, SECOND = Target(workers=(WorkerId("a/1"),)), Target(workers=(WorkerId("a/2"),))
 
 
@@ -229,6 +238,40 @@ def test_a_half_done_unload_in_the_journal_counts_for_the_next_leader() -> None:
     report = replace(done.report, lora=replace(done.report.lora, ids=()))
     again.restore(book.mark(1), [entry(load("op1"), "policy@1", Outcome.OK), replace(done, report=report)])
     assert again.loras == ()
+
+
+@pytest.mark.parametrize(("freeing", "is_left"), [(("policy@1",), True), ((), False), (None, False)])
+def test_an_unload_of_other_bytes_in_the_journal_leaves_the_fleets_to_be_given(
+    freeing: tuple[str, ...] | None, is_left: bool
+) -> None:
+    """Its leader died before it wrote down what the fleet has. None: it doesn't say."""
+    book, again = LoraBook(), LoraBook()
+    book.add(lora(1, op_id="op1"))
+    request = UnloadLoraFleet(op_id="op2", name="policy", target=ONLY_1)
+    done = replace(entry(request, "policy@1", Outcome.OK), freeing=freeing)
+    again.restore(book.mark(1), [entry(load("op1"), "policy@1", Outcome.OK), done])
+    assert [should_have(one, DECODE_1) for one in again.loras] == [is_left]
+
+
+@pytest.mark.parametrize(
+    ("target", "ids", "sums", "may_be"),
+    [
+        (ONLY_1, (), (), True),
+        (ONLY_1, ("policy@1",), (B,), True),
+        (ONLY_1, ("policy@1",), (A,), False),
+        (ONLY_1, ("policy@1",), (), False),
+        (DECODE, (), (), False),
+        (ALL, (), (), False),
+    ],
+)
+def test_an_unload_of_which_nobody_wrote_down_whose_bytes_went_leaves_the_fleets_where_a_worker_was_named(
+    target: Target, ids: tuple[str, ...], sums: tuple[str, ...], may_be: bool
+) -> None:
+    """As one is told to, of a worker with other bytes; whoever meant more workers meant the fleet's."""
+    now = status()
+    now = replace(now, loras=LorasView(ids=ids, capacity=4, sums=tuple(s[:16] for s in sums)))
+    assert may_have_freed(lora(1), target, [now]) is may_be
+    assert not may_have_freed(lora(1), target, [])
 
 
 @pytest.mark.parametrize(
