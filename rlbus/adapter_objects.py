@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,10 +22,13 @@ from rlbus.bus import Bus
 from rlbus.connecting import open_objects
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, MissingError, refused
 from rlbus.schemas import FaultCode, ObjectSource
+from rlbus.transfer.bounded import run_in_thread, start_in_thread
 
 # Before everything: the length of the header, which is JSON.
 _LENGTH = struct.Struct(">I")
 MAX_HEADER_BYTES = 4096
+# Name of the threads that write.
+_THREAD = "rlbus adapter"
 
 
 class PackedFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -156,13 +160,19 @@ class _Reader:
         return taken
 
     async def to_file(self, path: Path, num_bytes: int, source: ObjectSource) -> None:
-        """The next `num_bytes` into a new file, written in a thread."""
-        with path.open("xb") as file:
+        """The next `num_bytes` into a new file, in threads that can be left behind: its disk may hang."""
+        file = await run_in_thread(lambda: path.open("xb"), name=_THREAD)
+        try:
             while num_bytes:
                 part = self._rest or await self._next(source)
                 part, self._rest = part[:num_bytes], part[num_bytes:]
-                await asyncio.to_thread(file.write, part)
+                await run_in_thread(partial(file.write, part), name=_THREAD)
                 num_bytes -= len(part)
+        except BaseException:
+            # A write that hangs holds the file; closing it waits for that one.
+            start_in_thread(file.close, name=_THREAD)
+            raise
+        await run_in_thread(file.close, name=_THREAD)
 
     async def end(self, source: ObjectSource) -> None:
         """Nothing may follow."""

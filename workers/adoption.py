@@ -24,14 +24,20 @@ INITIAL = WeightsView(state=WeightsState.CLEAN)
 _LABEL = re.compile(r"\d{1,16}\.\d{1,16}", re.ASCII)
 
 
-def adopt(state: WorkerState, past: Noted | None, found: Found, now: float) -> WorkerState:
-    """The state to begin with. `state` has what is known without the engine, `past` is what the agent before noted."""
+def adopt(
+    state: WorkerState, past: Noted | None, found: Found, now: float, loras: tuple[tuple[str, int, str], ...] = ()
+) -> WorkerState:
+    """The state to begin with. `state` has what is known without the engine, `past` is what the agent before noted,
+    `loras` are the adapters of an agent of another day.
+    """
     weights = _weights(state.weights, None if past is None else past.weights, found.label, found.is_torn)
     state = replace(state, weights=weights, owes_flush=found.is_paused or found.has_torn)
     if state.draft is not None:
         before = None if past is None else past.draft
         state = replace(state, draft=_weights(state.draft, before, found.draft_label, found.is_draft_torn))
-    if past is not None:
+    # What it still lists of them it reads, however long ago it was loaded; a name that it doesn't list is free.
+    state = replace(state, found_sums=loras)
+    if past is not None and not loras:
         # An engine that lists one of them still has these bytes under that name; another one lists none.
         state = replace(state, known_sums=past.loras, found_sums=past.loras)
     if past is not None and found.is_paused and (asleep := frozenset(past.asleep) & state.sleep_tags):

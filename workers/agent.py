@@ -287,8 +287,8 @@ class Agent:
         self.journal.keep_in(ledger, descriptor.component, descriptor.instance_id, self.boot_id)
 
     def _go_on_from(self, found: Found, ledger: Ledger | None) -> None:
-        past = None if ledger is None else ledger.past.noted
-        self._state = adopt(self._state, past, found, self._bus.clock.now())
+        past, loras = (None, ()) if ledger is None else (ledger.past.noted, ledger.past.loras)
+        self._state = adopt(self._state, past, found, self._bus.clock.now(), loras)
         if isinstance(self._engine, FoundAsleep) and past is not None:
             self._engine.go_on_asleep(self._state.asleep)
         if ledger is not None:

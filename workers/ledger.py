@@ -40,7 +40,7 @@ MAX_LINE_BYTES = 4096
 MAX_FAULT_CHARS = 500
 # A file that nobody has touched for so long is of another day: no controller asks for those ops any more, and a term
 # of then must not shut out the controller of now. Source: a controller asks for an outcome within seconds. A sleep
-# lasts until somebody ends it, and is known as long.
+# lasts until somebody ends it, and is known as long; so are adapters, whose files the engine goes on reading.
 KEEP_S = 3600.0
 
 
@@ -83,7 +83,13 @@ class Noted(Wire, frozen=True, tag="noted"):
     draft: WeightsView | None = None
 
 
-Line = Began | Over | Forgot | Noted
+class Loaded(Wire, frozen=True, kw_only=False, tag="loaded"):
+    """The adapters that were noted last, on another day: name, revision, checksum."""
+
+    loras: tuple[tuple[str, int, str], ...]
+
+
+Line = Began | Over | Forgot | Noted | Loaded
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Line)
 
@@ -91,10 +97,11 @@ _decoder = msgspec.json.Decoder(Line)
 @dataclass(slots=True)
 class Past:
     """What a file says. `running` are the ops that have no outcome; `over` is in the order in which they ended, and so
-    is `beside`, which has those of BESIDE_ROUTES.
+    is `beside`, which has those of BESIDE_ROUTES. `loras` are of another day, until something is noted.
     """
 
     noted: Noted | None = None
+    loras: tuple[tuple[str, int, str], ...] = ()
     running: dict[str, Began] = field(default_factory=dict)
     over: OrderedDict[str, Over] = field(default_factory=OrderedDict)
     beside: OrderedDict[str, Over] = field(default_factory=OrderedDict)
@@ -114,12 +121,15 @@ class Past:
             case Forgot():
                 self.running.pop(line.op_id, None)
             case Noted():
-                self.noted = line
+                self.noted, self.loras = line, ()
+            case Loaded():
+                self.loras = line.loras
 
     def lines(self) -> list[Line]:
         """As few lines as say the same."""
         noted: list[Line] = [] if self.noted is None else [self.noted]
-        return [*noted, *self.over.values(), *self.beside.values(), *self.running.values()]
+        loaded: list[Line] = [Loaded(self.loras)] if self.loras else []
+        return [*noted, *loaded, *self.over.values(), *self.beside.values(), *self.running.values()]
 
 
 def read(data: bytes) -> Past:
@@ -146,14 +156,16 @@ class Ledger:
     """One worker's file, `<folder>/<namespace>/<component>/<instance id>.jsonl`. A context manager; `open` makes it.
 
     `past` is what the process before has left; if that is older than KEEP_S, only how the engine of a worker is that
-    sleeps.
+    sleeps, and which adapters it had.
     """
 
     def __init__(self, path: Path, lock_fd: int, past: Past) -> None:
         self.past = past
         self._path = path
         self._lock_fd = lock_fd
-        self._kept = Past(past.noted, dict(past.running), OrderedDict(past.over), OrderedDict(past.beside))
+        self._kept = replace(
+            past, running=dict(past.running), over=OrderedDict(past.over), beside=OrderedDict(past.beside)
+        )
         self._fd = -1
         self._num_lines = 0
         # The last line couldn't be written: the file lacks it, and is written anew with the next one.
@@ -283,7 +295,9 @@ def _past_of(path: Path) -> Past:
         return Past()
     if past.num_unread:
         _log.warning("%s: %d lines can't be read, and are left out", path, past.num_unread)
-    return Past(noted=_lasting(past.noted)) if age_s > KEEP_S else past
+    if age_s <= KEEP_S:
+        return past
+    return Past(_lasting(past.noted), past.loras if past.noted is None else past.loras or past.noted.loras)
 
 
 def _lasting(noted: Noted | None) -> Noted | None:

@@ -2,7 +2,8 @@
 
 One folder per checksum. Source folders are read below the worker's adapter roots only, links followed; what comes is
 summed up while it is copied, and put in its place only when the checksum is right. Copies that no loaded adapter needs
-go, oldest first, when there is no room.
+go, oldest first, when there is no room. The folder is changed under a lock, and only by a call that somebody still
+waits for: one that hung in a disk knows neither what is loaded since, nor what it would be in the way of.
 """
 
 import contextlib
@@ -11,8 +12,10 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlbus.adapter import (
@@ -27,6 +30,7 @@ from rlbus.adapter import (
 from rlbus.bus import Bus
 from rlbus.errors import RLBusError, error_from_fault, refused
 from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
+from rlbus.transfer.bounded import start_in_thread
 from rlbus.workers.config import AgentConfig, FetchObject
 from rlbus.workers.disk import DISK
 from rlbus.workers.preconditions import path_problem
@@ -37,6 +41,24 @@ _log = logging.getLogger("rlbus.workers")
 _PREFIX = "rlbus-loras-"
 # Begins the name of a copy that isn't complete.
 _PART = "part-"
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of `bring`, and whether somebody still waits for it."""
+
+    checksum: str
+    in_use: frozenset[str]
+    is_wanted: bool = True
+
+    def check(self) -> None:
+        """End the thread that works for nobody."""
+        if not self.is_wanted:
+            raise _LeftError
+
+
+class _LeftError(Exception):
+    """The caller has gone; nobody hears it."""
 
 
 class LoraFiles:
@@ -57,6 +79,8 @@ class LoraFiles:
         self._folder: Path | None = None if before is None else before._folder
         # Checksums of copies that were compared by this process: what is found may have been cut off by a power loss.
         self._proven: set[str] = set() if before is None else before._proven
+        # Held around all that changes the folder, never around a read of a source, and never on the loop.
+        self._lock: threading.Lock = threading.Lock() if before is None else before._lock
 
     async def bring(self, source: LoraSource, checksum: str, in_use: frozenset[str]) -> Path:
         """A folder with the files of `checksum`, from `source` unless they are here already. Those `in_use` stay.
@@ -64,22 +88,31 @@ class LoraFiles:
         Raises:
             RefusedError: the source may not be read, is too large, or isn't what its checksum says; or the copy can't
                 be written. FaultError: it can't be fetched.
-        Cancel: a copy may be completed in the background; it is found by the next call, or goes when room is needed.
+        Cancel: a copy that is being made comes to nothing; what is there of it goes by itself, or when room is needed.
         """
-        with self._written():
-            return await self._bring(source, checksum, in_use)
+        call = _Call(checksum, in_use)
+        try:
+            with self._written():
+                return await self._bring(source, call)
+        finally:
+            call.is_wanted = False
 
-    async def _bring(self, source: LoraSource, checksum: str, in_use: frozenset[str]) -> Path:
+    async def _bring(self, source: LoraSource, call: _Call) -> Path:
         if isinstance(source, FolderSource):
-            return await DISK.run(lambda: self._copied(source, checksum, in_use), source.path)
+            return await DISK.run(lambda: self._copied(source, call), source.path)
         if self._config.fetch_object is None:
             raise refused(FaultCode.WRONG_STATE, "this worker can't fetch objects; give it a folder", key=source.key)
-        kept = self._kept_in
-        place = await DISK.run(lambda: self._place(checksum), kept)
-        if not await DISK.run(lambda: self._has(place), kept):
-            await self._fetch(self._config.fetch_object, source, checksum, place, in_use)
-            self._proven.add(checksum)
+        place, has = await DISK.run(lambda: self._found(call), self._kept_in)
+        if not has:
+            await self._fetch(self._config.fetch_object, source, place, call)
         return place
+
+    @contextlib.contextmanager
+    def _changing(self, call: _Call) -> Iterator[None]:
+        """Nobody else changes the folder meanwhile, nor looks whether a copy is there."""
+        with self._lock:
+            call.check()
+            yield
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
@@ -100,19 +133,26 @@ class LoraFiles:
         """Remove all of them: the engine's process has ended, and has no successor under this worker's name. Blocks."""
         folder = self._folder or self._own_folder()
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            with self._lock:
+                self._proven.clear()
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _own_folder(self) -> Path | None:
         """The one that stays; None: the configuration names no place."""
         return None if self._config.lora_cache_dir is None else Path(self._config.lora_cache_dir, self._who)
 
-    def _copied(self, source: FolderSource, checksum: str, in_use: frozenset[str]) -> Path:
+    def _copied(self, source: FolderSource, call: _Call) -> Path:
         self._check(source)
-        place = self._place(checksum)
-        if not self._has(place):
-            self._copy(source, checksum, place, in_use)
-            self._proven.add(checksum)
+        place, has = self._found(call)
+        if not has:
+            self._copy(source, place, call)
         return place
+
+    def _found(self, call: _Call) -> tuple[Path, bool]:
+        """The place of a copy, and whether it is there."""
+        with self._changing(call):
+            place = self._place(call.checksum)
+            return place, self._has(place)
 
     def _has(self, place: Path) -> bool:
         """Whether a copy is there, and is what its name says; then it was used just now. A damaged one goes."""
@@ -146,42 +186,60 @@ class LoraFiles:
                 weakref.finalize(self, shutil.rmtree, self._folder, True)
         return self._folder / checksum
 
-    def _copy(self, source: FolderSource, checksum: str, place: Path, in_use: frozenset[str]) -> None:
+    def _copy(self, source: FolderSource, place: Path, call: _Call) -> None:
         try:
             sizes = [(Path(source.path) / name).stat().st_size for name in ADAPTER_FILES]
         except OSError as exc:
             message = f"{source.path} is no adapter: {exc.strerror or type(exc).__name__} ({exc.filename})"
             raise refused(FaultCode.MANIFEST_MISMATCH, message, path=source.path) from exc
-        self._make_room(sum(sizes), in_use)
-        part = _new_part(place.parent)
+        part = self._prepare(sum(sizes), place, call)
         hashes = AdapterHash()
         try:
             for name, size in zip(ADAPTER_FILES, sizes, strict=True):
                 limit = MAX_CONFIG_BYTES if name == CONFIG_FILE else size
                 with (part / name).open("xb") as to:
                     hashes.add(name, *copy_file(Path(source.path) / name, to, limit))
-            _check_sum(hashes.result().checksum, checksum, source.path)
-            _put(part, place)
+            _check_sum(hashes.result().checksum, call.checksum, source.path)
+            self._keep(part, place, call)
         except AdapterError as exc:
             raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            self._remove(part)
 
-    async def _fetch(
-        self, fetch: FetchObject, source: ObjectSource, checksum: str, place: Path, in_use: frozenset[str]
-    ) -> None:
-        part = await DISK.run(lambda: self._prepare(source, place, in_use), self._kept_in)
+    async def _fetch(self, fetch: FetchObject, source: ObjectSource, place: Path, call: _Call) -> None:
+        part = await DISK.run(lambda: self._prepare(source.num_bytes, place, call), self._kept_in)
         try:
             await fetch(self._bus, source, part)
-            await DISK.run(lambda: _check_fetched(part, place, checksum, source), self._kept_in)
-        finally:
+            await DISK.run(lambda: self._keep_fetched(part, place, source, call), self._kept_in)
+        except BaseException:
+            # This is on the loop, and it may be this very folder that hangs.
+            call.is_wanted = False
+            start_in_thread(lambda: self._remove(part), name="rlbus disk")
+            raise
+
+    def _prepare(self, num_bytes: int, place: Path, call: _Call) -> Path:
+        with self._changing(call):
+            self._make_room(num_bytes, call)
+            return _new_part(place.parent)
+
+    def _keep_fetched(self, part: Path, place: Path, source: ObjectSource, call: _Call) -> None:
+        try:
+            found = adapter_sum(part)
+        except AdapterError as exc:
+            raise refused(FaultCode.MANIFEST_MISMATCH, f"object {source.key}: {exc.problem}", key=source.key) from exc
+        _check_sum(found.checksum, call.checksum, source.key)
+        self._keep(part, place, call)
+
+    def _keep(self, part: Path, place: Path, call: _Call) -> None:
+        with self._changing(call):
+            _put(part, place)
+            self._proven.add(place.name)
+
+    def _remove(self, part: Path) -> None:
+        with self._lock:
             shutil.rmtree(part, ignore_errors=True)
 
-    def _prepare(self, source: ObjectSource, place: Path, in_use: frozenset[str]) -> Path:
-        self._make_room(source.num_bytes, in_use)
-        return _new_part(place.parent)
-
-    def _make_room(self, num_bytes: int, in_use: frozenset[str]) -> None:
+    def _make_room(self, num_bytes: int, call: _Call) -> None:
         """Drop the copies that were used longest ago until `num_bytes` more fit."""
         limit = self._config.lora_cache_bytes
         if num_bytes > limit:
@@ -193,7 +251,9 @@ class LoraFiles:
         for _, size, path in sorted(copies):
             if total <= limit:
                 return
-            if path.name not in in_use:
+            if path.name not in call.in_use:
+                call.check()
+                self._proven.discard(path.name)
                 shutil.rmtree(path, ignore_errors=True)
                 total -= size
 
@@ -215,15 +275,6 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _check_fetched(part: Path, place: Path, checksum: str, source: ObjectSource) -> None:
-    try:
-        found = adapter_sum(part)
-    except AdapterError as exc:
-        raise refused(FaultCode.MANIFEST_MISMATCH, f"object {source.key}: {exc.problem}", key=source.key) from exc
-    _check_sum(found.checksum, checksum, source.key)
-    _put(part, place)
-
-
 def _check_sum(found: str, expected: str, where: str) -> None:
     if found != expected:
         message = f"{where} isn't the adapter that was announced: its checksum is {found[:12]}, not {expected[:12]}"
@@ -237,6 +288,7 @@ def _put(part: Path, place: Path) -> None:
     except OSError:
         if not place.is_dir():
             raise
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:

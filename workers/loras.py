@@ -88,7 +88,7 @@ def sum_of(state: WorkerState, resident: Resident) -> str | None:
     """The checksum of the bytes that an adapter of the engine was loaded from; None: nobody knows it.
 
     The folder proves it, which outlives an agent: rlbus's own copies are named by their checksum, and nobody changes
-    them. Else it is what this agent has loaded under that name.
+    them. Else it is what this agent has loaded under that name, or one before it.
     """
     if resident.revision is None:
         return None
@@ -96,7 +96,7 @@ def sum_of(state: WorkerState, resident: Resident) -> str | None:
         return resident.files
     key = (resident.name, resident.revision)
     own = next((adapter.checksum for adapter in state.adapters if adapter.key == key), None)
-    return own or known_sum(state, *key)
+    return own or known_sum(state, *key) or next((s for n, r, s in state.found_sums if (n, r) == key), None)
 
 
 def check_unload(state: WorkerState, body: UnloadLora) -> Fault | None:

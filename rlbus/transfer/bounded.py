@@ -49,7 +49,7 @@ class _Job(Generic[T]):
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._on_done: Callable[[], None] | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
 
     def start(self, on_done: Callable[[], None] | None = None) -> None:
         self._on_done = on_done
@@ -60,7 +60,8 @@ class _Job(Generic[T]):
             raise self._error
         return self._result[0]
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do it on this thread."""
         try:
             self._result.append(self._work())
         except BaseException as exc:  # noqa: BLE001 - `result` raises it in the caller
@@ -113,6 +114,18 @@ def call_bounded(
             raise DeadlineError(operation, limit_s, "a native call didn't return; its thread was left behind")
         give_up.check(operation)
     return job.result()
+
+
+def start_in_thread(work: Callable[[], object], *, name: str) -> None:
+    """Start blocking work in a daemon thread of its own, for whose end nobody waits. What it raises is dropped.
+
+    Called on a loop; on one without threads it is done at once.
+    """
+    job = _Job(work, name)
+    if is_without_threads(asyncio.get_running_loop()):
+        job.run()
+    else:
+        job.start()
 
 
 async def run_in_thread(work: Callable[[], T], *, name: str) -> T:

@@ -5,6 +5,7 @@ was lost is never adopted again, only its successor is, with unknown weights. Wh
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import httpx
 from rlbus.bus import Bus
 from rlbus.errors import DeadlineError, EngineDeadError, EngineError, RLBusError
 from rlbus.schemas import Fault, FaultCode
+from rlbus.transfer.bounded import run_in_thread
 from rlbus.workers.agent import Agent
 from rlbus.workers.config import DEFAULT_COMPONENT, AgentConfig
 from rlbus.workers.dynamo.engine import DynamoEngine, EngineOptions
@@ -44,6 +46,8 @@ ALIVE_LIMIT_S = 5.0
 MAX_SILENT = 24
 # How long all the agents may take to stop. Source: AgentConfig.drain_s, and undoing what still runs.
 STOP_S = 20.0
+# How long is waited until the copies of a process that is gone are removed. Their disk may hang.
+DROP_S = 10.0
 
 
 class Source(Protocol):
@@ -260,8 +264,8 @@ class Adoption:
                 await self._run(agent, engine, listed)
             if agent.lost is not None:
                 self._give_up(listed.who, engine)
-                if engine.death is not None:
-                    await asyncio.to_thread(agent.lora_files.drop)
+                if engine.is_gone:
+                    await _drop_copies(agent)
                 raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=agent.lost))
         finally:
             await engine.aclose()
@@ -299,6 +303,13 @@ async def _start(engine: DynamoEngine) -> None:
             await engine.start()
     except TimeoutError as exc:
         raise DeadlineError("getting to know the worker", START_S) from exc
+
+
+async def _drop_copies(agent: Agent) -> None:
+    """What is left of them goes with `copies.sweep`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DROP_S):
+            await run_in_thread(agent.lora_files.drop, name="rlbus disk")
 
 
 async def _stop_with(engine: DynamoEngine, agent: Agent) -> None:

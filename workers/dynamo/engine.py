@@ -136,6 +136,13 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
         """Why the worker can't be helped by this adapter any more; None while it can."""
         return self._surface.gone or self._calls.death
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the worker's process has ended, as nobody listens there, or another one does. One that lives may
+        have its `death`, too.
+        """
+        return self._surface.gone is not None
+
     async def start(self) -> None:
         """Find out what the worker can do. Raises EngineError. Cancel: leaves nothing."""
         listed = self._listed

@@ -1,9 +1,13 @@
 """An adapter as an object: what is put is what is fetched, and a bad one is refused before anybody loads it."""
 
+import asyncio
 import hashlib
+import io
 import struct
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,6 +68,45 @@ def test_a_worker_fetches_what_a_trainer_put(tmp_path: Path) -> None:
     run(scenario())
     assert sorted(p.name for p in to.iterdir()) == sorted(ADAPTER_FILES)
     assert adapter_sum(to) == adapter_sum(folder)
+
+
+def test_a_folder_that_hangs_takes_neither_the_loop_nor_a_thread_that_names_are_looked_up_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is done there is done in threads that can be left behind, and nobody waits for their last."""
+    data, to, by = packed(GOOD), emptied(tmp_path / "to"), set[tuple[str, bool]]()
+    done = threading.Event()
+
+    class File(io.BytesIO):
+        """A file that tells in which thread it is used."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self._name = name
+            self._tell("opened")
+
+        def _tell(self, what: str) -> None:
+            this = threading.current_thread()
+            by.add((f"{what} {self._name}", this.daemon and this is not threading.main_thread()))
+
+        def write(self, data: Any, /) -> int:
+            self._tell("written")
+            if self._name == WEIGHTS_FILE:
+                raise OSError("full")
+            return len(data)
+
+        def close(self) -> None:
+            if not self.closed:
+                self._tell("closed")
+                super().close()
+                if self._name == WEIGHTS_FILE:
+                    done.set()
+
+    monkeypatch.setattr(Path, "open", lambda path, *_: File(path.name))
+    with pytest.raises(OSError, match="full"):
+        asyncio.run(unpack(one_part(data), source_of(data), to))
+    assert done.wait(10)
+    assert by == {(f"{what} {name}", True) for what in ("opened", "written", "closed") for name in ADAPTER_FILES}
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault_of_the_store(tmp_path: Path) -> None:

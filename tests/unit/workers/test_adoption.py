@@ -29,7 +29,8 @@ from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.lora import Resident
 from rlbus.workers.ledger import Ledger, Noted, come_back, noted
-from rlbus.workers.loras import sum_of
+from rlbus.workers.loras import lora_event, sum_of
+from rlbus.workers.moves import LorasSeen
 from rlbus.workers.state import Adapter, WorkerState
 from rlbus.workers.testing import COMPONENT, INSTANCE_ID, NAMESPACE, code_of, worker_on_bus
 
@@ -361,3 +362,14 @@ def test_agent_knows_the_bytes_of_adapters_that_its_predecessor_loaded() -> None
     assert sum_of(state, Resident("policy", 8)) is None
     loaded = replace(state, adapters=(Adapter("policy", 8, "b" * 64, LoraState.LOADED),))
     assert noted(loaded).loras == (("policy", 7, "a" * 64), ("policy", 8, "b" * 64))
+
+
+def test_adapters_of_a_file_of_another_day_count_as_long_as_the_engine_lists_them() -> None:
+    """No name is taken by one that is gone, and the rest of that day is no claim: a pause stays whose it is."""
+    loras = (("policy", 7, "a" * 64), ("policy", 8, "b" * 64))
+    state = adopt(FRESH, None, Found(None, is_paused=True, is_torn=False), 100.0, loras)
+    assert state == replace(FRESH, owes_flush=True, found_sums=loras)
+    seen, _ = lora_event(state, LorasSeen((Resident("policy", 7),), state.lora_turn))
+    assert sum_of(seen, Resident("policy", 7)) == "a" * 64
+    assert sum_of(seen, Resident("policy", 8)) is None
+    assert noted(seen).loras == loras[:1]

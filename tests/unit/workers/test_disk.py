@@ -29,8 +29,8 @@ DEAD = "/dead/x"
 # What is lent a thread of the loop's: on the machine's own files when an engine starts, or on no file.
 LENT = {"find_tokenizer", "self._generator.close", "expected_tensors", "expected_draft", "model_tensors"}
 LENT |= {"expected_of", "expected_from", "_slim"}
-# Or on folders that only rlbus writes in: a worker's copies of adapters, and those that a sidecar has left.
-LENT |= {"sweep", "agent.lora_files.drop"}
+# Or on folders that only rlbus writes in: copies of adapters that a sidecar has left.
+LENT |= {"sweep"}
 
 
 class HungDisk:

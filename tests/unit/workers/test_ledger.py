@@ -288,6 +288,23 @@ def test_sleep_is_known_from_a_file_of_another_day(tmp_path: Path) -> None:
         assert not late.past.over
 
 
+def test_adapters_are_known_from_a_file_of_another_day_until_how_the_worker_is_is_noted_anew(tmp_path: Path) -> None:
+    """An engine that outlived its agent reads their files, however long ago; nothing else of the file counts."""
+    loras = (("policy", 7, "a" * 64),)
+    with opened(tmp_path) as ledger:
+        ledger.note(Noted(term=3, epoch=5, epoch_term=3, weights=CLEAN, loras=loras))
+        assert ledger.past.loras == ()
+    long_ago = time.time() - ledgers.KEEP_S - 60
+    os.utime(file_of(tmp_path), (long_ago, long_ago))
+    for _ in range(2):  # the first one comes to nothing before it has noted how its worker is
+        with opened(tmp_path) as late:
+            assert (late.past.noted, late.past.loras) == (None, loras)
+    with opened(tmp_path) as late:
+        late.note(Noted(term=0, epoch=None, epoch_term=0, weights=CLEAN))
+    with opened(tmp_path) as later:
+        assert later.past.loras == ()
+
+
 def test_second_process_of_the_same_worker_keeps_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It says so, and goes on."""
     with opened(tmp_path):

@@ -5,9 +5,11 @@ import errno
 import gc
 import io
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rlbus.adapter import ADAPTER_FILES, WEIGHTS_FILE, adapter_sum
 from rlbus.bus import Bus
 from rlbus.errors import FaultError
 from rlbus.schemas import FaultCode, FolderSource, ObjectSource
+from rlbus.workers import lora_files
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.lora_testing import config_for, fake_adapter
@@ -121,9 +124,112 @@ def test_temporary_folder_goes_with_its_owner_and_so_do_those_of_killed_processe
     del files
     gc.collect()
     assert asyncio.run(heir.bring(source, checksum, NOBODY)) == place
+    threads_end()
     del heir
     gc.collect()
     assert not place.parent.exists()
+
+
+def threads_end() -> None:
+    """Wait for those that work on files, also for nobody."""
+    for thread in threading.enumerate():
+        if thread.name == "rlbus disk":
+            thread.join()
+
+
+class Gate:
+    """Holds who comes through it, in a thread, until it is opened; who comes to it on the loop has waited in vain."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+        self.num_on_loop = 0
+
+    def pass_through(self) -> None:
+        """Wait there."""
+        self.is_reached.set()
+        if threading.current_thread() is threading.main_thread():
+            self.num_on_loop += 1
+        else:
+            self.is_open.wait()
+
+    def open(self) -> None:
+        """Nobody waits any more; returns when all who did have ended."""
+        self.is_open.set()
+        threads_end()
+
+    async def leave(self, call: Awaitable[Path]) -> None:
+        """Make a call, and take it back once it hangs here."""
+        task = asyncio.ensure_future(call)
+        while not self.is_reached.is_set():
+            await asyncio.sleep(0)
+            assert not task.done(), task.result()
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """It is open when the test ends."""
+    made = Gate()
+    yield made
+    made.open()
+
+
+def held(gate: Gate, function: Callable[..., Any], is_held: Callable[..., bool]) -> Callable[..., Any]:
+    """The same function, which hangs at the gate for some arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_held(*args):
+            gate.pass_through()
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("where", ["path_problem", "copy_file"])
+def test_copy_whose_caller_has_gone_changes_nothing_when_its_disk_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, where: str
+) -> None:
+    """What was loaded since then stays: who asked before didn't know of it."""
+    files = files_of(tmp_path, lora_cache_bytes=350)
+    late, *others = [folder_source(fake_adapter(tmp_path / name, name * 98)) for name in "abcd"]
+    hangs = held(gate, getattr(lora_files, where), lambda path, *_: str(path).startswith(late[0].path))
+    monkeypatch.setattr(lora_files, where, hangs)
+
+    async def main() -> None:
+        await gate.leave(files.bring(*late, NOBODY))
+        in_use: frozenset[str] = NOBODY
+        for source, checksum in others:
+            await files.bring(source, checksum, in_use)
+            in_use |= {checksum}
+        gate.open()
+
+    asyncio.run(main())
+    assert {path.name for path in (tmp_path / "cache" / "w").iterdir()} == {checksum for _, checksum in others}
+
+
+def test_room_that_is_made_for_nobody_takes_no_copy_that_is_wanted_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    """Who comes next waits for what is going just now, and the rest stays."""
+    files = files_of(tmp_path, lora_cache_bytes=350)
+    large = folder_source(fake_adapter(tmp_path / "a", "a" * 298))
+    others = [folder_source(fake_adapter(tmp_path / name, name * 98)) for name in "bcd"]
+    hangs = held(gate, shutil.rmtree, lambda path, *_: path.name == others[0][1])
+    monkeypatch.setattr("rlbus.workers.lora_files.shutil.rmtree", hangs)
+
+    async def main() -> None:
+        for number, (source, checksum) in enumerate(others):
+            os.utime(await files.bring(source, checksum, NOBODY), (number, number))
+        await gate.leave(files.bring(*large, NOBODY))
+        again = asyncio.ensure_future(files.bring(*others[1], NOBODY))
+        await asyncio.sleep(0)
+        gate.is_open.set()
+        assert adapter_sum(await again).checksum == others[1][1]
+
+    asyncio.run(main())
+    gate.open()
+    assert {path.name for path in (tmp_path / "cache" / "w").iterdir()} == {checksum for _, checksum in others[1:]}
 
 
 def fetching(content: str, fails: BaseException | None = None) -> Callable[[Bus, ObjectSource, Path], Awaitable[None]]:
@@ -156,7 +262,59 @@ def test_fetch_that_goes_wrong_leaves_nothing(tmp_path: Path, way: str) -> None:
     files = files_of(tmp_path, fetch_object=fetching("others" if way == "other bytes" else "bytes", error))
     with pytest.raises((FaultError, OSError, asyncio.CancelledError)):
         asyncio.run(files.bring(object_source(), checksum, NOBODY))
+    threads_end()
     assert list((tmp_path / "cache" / "w").iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["fails", "cancelled"])
+def test_cache_folder_that_hangs_holds_nobody_up_who_cleans_up_after_a_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, way: str
+) -> None:
+    """The end of a call is on the loop, where the worker's heartbeats are."""
+    checksum = adapter_sum(fake_adapter(tmp_path / "a", "bytes")).checksum
+    error = {"fails": OSError("gone"), "cancelled": asyncio.CancelledError()}[way]
+    files = files_of(tmp_path, fetch_object=fetching("bytes", error))
+    monkeypatch.setattr("rlbus.workers.lora_files.shutil.rmtree", held(gate, shutil.rmtree, lambda *_: True))
+    with pytest.raises((FaultError, asyncio.CancelledError)):
+        asyncio.run(files.bring(object_source(), checksum, NOBODY))
+    assert gate.num_on_loop == 0
+    gate.open()
+    assert list((tmp_path / "cache" / "w").iterdir()) == []
+
+
+def test_object_whose_caller_has_gone_is_put_in_its_place_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    """Never after the half of it was removed: the same checksum was compared before, and isn't again."""
+    checksum = adapter_sum(fake_adapter(tmp_path / "a", "bytes")).checksum
+    files = files_of(tmp_path, fetch_object=fetching("bytes"))
+    shutil.rmtree(asyncio.run(files.bring(object_source(), checksum, NOBODY)))
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_files, "_put", held(gate, lora_files._put, lambda *_: True))
+        half = lambda folder, *_, **__: (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # noqa: E731
+        patch.setattr("rlbus.workers.lora_files.shutil.rmtree", half)
+        asyncio.run(gate.leave(files.bring(object_source(), checksum, NOBODY)))
+        gate.open()
+    assert adapter_sum(asyncio.run(files.bring(object_source(), checksum, NOBODY))).checksum == checksum
+
+
+@pytest.mark.parametrize("who", ["room is made", "dropped"])
+def test_copy_of_which_only_a_part_could_be_removed_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """That it was compared once says nothing of what is left of it."""
+    files = files_of(tmp_path, lora_cache_bytes=150)
+    first, second = (folder_source(fake_adapter(tmp_path / name, name * 98)) for name in "ab")
+    place = asyncio.run(files.bring(*first, NOBODY))
+    with monkeypatch.context() as patch:
+        patch.setattr("rlbus.workers.lora_files.shutil.rmtree", lambda *_, **__: (place / WEIGHTS_FILE).unlink(True))
+        if who == "dropped":
+            files.drop()
+        else:
+            asyncio.run(files.bring(*second, NOBODY))
+    assert place.is_dir()
+    assert asyncio.run(files.bring(*first, NOBODY)) == place
+    assert adapter_sum(place).checksum == first[1]
 
 
 def full(*_: Any, **__: Any) -> Any:

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import os
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from rlbus.testing import run
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.lora import LoraInfo
-from rlbus.workers.ledger import Ledger
+from rlbus.workers.ledger import KEEP_S, Ledger
 from rlbus.workers.lora_testing import config_for, fake_adapter, load_of
 from rlbus.workers.testing import COMPONENT, INSTANCE_ID, NAMESPACE, Rig, code_of, worker_on_bus
 from tests.unit.workers.lora_stage import data_of
@@ -48,8 +50,10 @@ class Outliving(FakeEngine):
         self.loras.tells_files = False
 
 
-def lives(root: Path, *agents: Life, engine: Outliving | None = None, **settings: Any) -> Outliving:
-    """One agent after the other beside the same engine, each with what the one before has left."""
+def lives(
+    root: Path, *agents: Life, engine: Outliving | None = None, away_s: float = 0.0, **settings: Any
+) -> Outliving:
+    """One agent after the other beside the same engine, each with what the one before has left `away_s` ago."""
     used = Outliving() if engine is None else engine
 
     async def main() -> None:
@@ -57,6 +61,8 @@ def lives(root: Path, *agents: Life, engine: Outliving | None = None, **settings
             with Ledger.open(root / "state", NAMESPACE, COMPONENT, INSTANCE_ID) or pytest.fail("no ledger") as ledger:
                 async with worker_on_bus(used, ledger=ledger, config=config_for(root, **settings)) as rig:
                     await life(rig)
+            for path in (root / "state").rglob("*.jsonl"):
+                os.utime(path, (time.time() - away_s,) * 2)
 
     run(main())
     return used
@@ -89,8 +95,11 @@ def copies(root: Path) -> set[str]:
     return {path.name for path in (root / "cache").glob("*/*")}
 
 
-def test_copies_that_an_engine_still_reads_stay_when_a_restarted_agent_makes_room(tmp_path: Path) -> None:
-    """By what the agent before has noted: the engine doesn't say where it reads."""
+@pytest.mark.parametrize("away_s", [0.0, 2 * KEEP_S])
+def test_copies_that_an_engine_still_reads_stay_when_a_restarted_agent_makes_room(
+    tmp_path: Path, away_s: float
+) -> None:
+    """By what the agent before has noted, however long ago: the engine doesn't say where it reads."""
     first, second, third = (publish(tmp_path, revision) for revision in (1, 2, 3))
 
     async def before(rig: Rig) -> None:
@@ -99,7 +108,7 @@ def test_copies_that_an_engine_still_reads_stay_when_a_restarted_agent_makes_roo
     async def after(rig: Rig) -> None:
         await ok(rig, third)
 
-    engine = lives(tmp_path, before, after, lora_cache_bytes=2500)
+    engine = lives(tmp_path, before, after, away_s=away_s, lora_cache_bytes=2500)
     assert set(engine.loras.sums) == {("policy", 1), ("policy", 3)}
     assert copies(tmp_path) == {first.checksum, third.checksum}
 

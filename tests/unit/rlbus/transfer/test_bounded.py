@@ -6,8 +6,9 @@ import weakref
 
 import pytest
 
+from rlbus._virtual import VirtualTimeLoop
 from rlbus.errors import DeadlineError, TransferError
-from rlbus.transfer.bounded import GiveUp, call_bounded, run_in_thread
+from rlbus.transfer.bounded import GiveUp, call_bounded, run_in_thread, start_in_thread
 
 pytestmark = pytest.mark.unit
 
@@ -88,3 +89,24 @@ def test_work_that_has_ended_holds_nothing_any_more() -> None:
             assert gone() is None
 
     asyncio.run(main())
+def test_work_for_nobody_holds_nobody_up_and_what_it_raises_is_dropped() -> None:
+    """On a simulated loop it is done at once, so that the same seed is the same run."""
+    gate, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        gate.wait(10)
+        done.set()
+        raise OSError("gone")
+
+    async def main() -> bool:
+        start_in_thread(work, name="x")
+        return done.is_set()
+
+    assert asyncio.run(main()) is False
+    gate.set()
+    assert done.wait(10)
+    done.clear()
+    loop = VirtualTimeLoop()
+    loop.is_without_threads = True
+    assert loop.run_until_complete(main()) is True
+    loop.close()

@@ -1,6 +1,7 @@
 """Adoption of a Dynamo fleet on a bus in memory: who comes, who goes, and that nobody costs anybody else anything."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from rlbus.workers.dynamo import adoption as adoption_module
 from rlbus.workers.dynamo.adoption import MAX_LIST_S, Adopting, Adoption, Discovery, Source, StaticUrl
 from rlbus.workers.dynamo.engine import DynamoEngine, EngineOptions
 from rlbus.workers.dynamo.run import Where
+from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.peer_http import Peer
+from rlbus.workers.vllm_server.calls import EngineCalls
 from tests.unit.workers.dynamo.fake_dynamo import (
     RL_URL,
     FakeDynamo,
@@ -286,9 +289,9 @@ def test_a_silent_process_is_given_up_after_a_while_and_not_at_once(tmp_path: Pa
     play(two_workers(), tmp_path, act)
 
 
-@pytest.mark.parametrize("how", ["the sidecar stops", "the process ends"])
-def test_copies_of_adapters_go_with_the_process_that_reads_them(tmp_path: Path, how: str) -> None:
-    """And not with the sidecar. Its successor has another name."""
+@pytest.mark.parametrize("how", ["the sidecar stops", "the process ends", "a call is overdue"])
+def test_copies_of_adapters_go_with_the_process_that_reads_them(tmp_path: Path, monkeypatch: Any, how: str) -> None:
+    """And not with the sidecar, or with its patience. Its successor has another name."""
     copies = tmp_path / "copies"
     of_one = copies / f"{NAMESPACE}.backend.1"
 
@@ -298,11 +301,37 @@ def test_copies_of_adapters_go_with_the_process_that_reads_them(tmp_path: Path, 
             (path / ("a" * 64)).mkdir(parents=True)
         if how == "the process ends":
             del stage.dynamo.workers[ONE]
-            await stage.until(lambda: "1" not in stage.there)
+        if how == "a call is overdue":
+            monkeypatch.setattr(EngineCalls, "_overdue", lambda calls: "its ranks don't answer")
+        if how != "the sidecar stops":
+            await stage.until(lambda: any("has left" in text for text in stage.said))
+            assert "1" not in stage.there
 
     play(two_workers(), tmp_path, act, lora_cache_dir=str(copies))
-    assert of_one.exists() is (how == "the sidecar stops")
+    assert of_one.exists() is (how != "the process ends")
     assert len(list(copies.iterdir())) == (2 if of_one.exists() else 1)
+
+
+def test_copies_that_cannot_be_removed_since_their_disk_hangs_keep_nobody(tmp_path: Path, monkeypatch: Any) -> None:
+    """A worker that is gone can be met again; what is left goes with those that nobody meets any more."""
+    monkeypatch.setattr(adoption_module, "DROP_S", 0.01)
+    is_back, ended = threading.Event(), threading.Event()
+
+    def drop(files: LoraFiles) -> None:
+        is_back.wait(5)
+        ended.set()
+
+    monkeypatch.setattr(LoraFiles, "drop", drop)
+
+    async def act(stage: Stage) -> None:
+        await stage.until(lambda: len(stage.there) == 2)
+        del stage.dynamo.workers[ONE]
+        await stage.until(lambda: any("has left" in text for text in stage.said))
+        assert not ended.is_set()
+        is_back.set()
+        assert ended.wait(10)
+
+    play(two_workers(), tmp_path, act)
 
 
 def test_a_bug_of_ours_costs_one_worker_and_it_is_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
