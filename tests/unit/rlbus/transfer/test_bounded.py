@@ -89,6 +89,8 @@ def test_work_that_has_ended_holds_nothing_any_more() -> None:
             assert gone() is None
 
     asyncio.run(main())
+
+
 def test_work_for_nobody_holds_nobody_up_and_what_it_raises_is_dropped() -> None:
     """On a simulated loop it is done at once, so that the same seed is the same run."""
     gate, done = threading.Event(), threading.Event()
