@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rlbus._objects_memory import MemoryObjects
 from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.connecting import open_objects
 from rlbus.errors import BusyError, RefusedError
-from rlbus.schemas import LoadLora, Target, WorkerId
+from rlbus.schemas import FaultCode, FleetLora, LoadLora, LoadLoraFleet, ObjectSource, Target, WorkerId
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.controller.lora_stage import adapter, on_fleet, serving, taker, takers
 from tests.unit.controller.scene import Scene, w
@@ -73,3 +74,41 @@ def test_a_load_that_is_refused_for_another_takes_nothing_that_it_may_need(tmp_p
         await loading
 
     on_fleet([taker(1, {"load_lora": {1: Step(latency_s=5.0)}})], scenario)
+
+
+def of_everything() -> ObjectSource:
+    """An object whose key is a wildcard."""
+    return ObjectSource(bucket="test", key="*", sha256="0" * 64, num_bytes=1)
+
+
+def test_a_load_of_an_object_whose_key_is_no_checksum_is_refused(tmp_path: Path) -> None:
+    """What is unloaded is deleted by its key: a wildcard would mean every object of the fleet."""
+
+    async def scenario(scene: Scene) -> None:
+        client = scene.fleet.client
+        await client.load_lora("policy", adapter(tmp_path / "a"))
+        request = LoadLoraFleet(op_id="l", name="judge", source=of_everything(), checksum="0" * 64)
+        with pytest.raises(RefusedError, match="checksum") as caught:
+            await client._run(request, None, check=True)
+        assert caught.value.code is FaultCode.BAD_MESSAGE
+        assert await scene.addressed(LoadLora) == ["1"]
+        assert await is_kept(scene, tmp_path / "a")
+
+    on_fleet(takers(1), scenario)
+
+
+def test_an_adapter_that_was_kept_under_a_wildcard_deletes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller before this one took any key."""
+    deleted: list[str] = []
+
+    async def delete(_: MemoryObjects, name: str) -> None:
+        deleted.append(name)
+
+    async def scenario(scene: Scene) -> None:
+        old = FleetLora(name="old", revision=1, checksum="0" * 64, source=of_everything(), since=1.0, op_id="o")
+        scene.fleet.controller._loras._loras.book.add(old)
+        await scene.fleet.client.unload_lora("old")
+        assert deleted == []
+
+    monkeypatch.setattr(MemoryObjects, "delete", delete)
+    on_fleet(takers(1), scenario)
