@@ -327,10 +327,7 @@ def _after_receive(state: UpdateState) -> Decision:
         if not _is_group_good(state):
             return wind_down(replace(state, is_group_suspect=True))
         if _has_waited_in_vain(state):
-            why = "it hadn't begun to receive when others had been ready for as long as they may stand still"
-            for worker in sorted(state.pending - state.accepted):
-                state = blame(state, worker, Outcome.UNKNOWN, fault(FaultCode.NO_ACK, why, retryable=True))
-            return wind_down(replace(state, is_group_suspect=True))
+            return wind_down(_blame_late(replace(state, is_group_suspect=True)))
         if not state.pending <= state.accepted:
             return state, ()
         request, epoch = state.plan.request, state.group.plan.epoch
@@ -348,6 +345,13 @@ def _after_receive(state: UpdateState) -> Decision:
 def _has_waited_in_vain(state: UpdateState) -> bool:
     """Whether somebody who was ready to receive has stalled before a byte could move."""
     return any(state.seats[w].damage is Damage.OPEN and w not in state.pending for w in state.crew)
+
+
+def _blame_late(state: UpdateState) -> UpdateState:
+    why = "it hadn't begun to receive when others had been ready for as long as they may stand still"
+    for worker in sorted(state.pending - state.accepted):
+        state = blame(state, worker, Outcome.UNKNOWN, fault(FaultCode.NO_ACK, why, retryable=True))
+    return state
 
 
 def _verify(state: UpdateState) -> Decision:

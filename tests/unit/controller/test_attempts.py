@@ -121,6 +121,7 @@ def test_the_wait_for_a_worker_s_own_op_ends_well_before_the_limits_of_who_waits
 
 
 def test_a_stall_once_bytes_may_move_is_held_against_who_stalled() -> None:
+    """Then it is the worker, or the trainer, that doesn't move."""
     play = play_of()
     start_sending(play)
     play.feed(WorkersAnswered("receive", {W1: silent(FaultCode.STALLED)}))

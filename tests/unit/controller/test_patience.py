@@ -219,7 +219,9 @@ def test_a_cancelled_transfer_is_begun_on_nobody_any_more(tmp_path: Path) -> Non
         scene.spy("dyn.test.*.rl.>", Command, lambda command, _: sent.append(type(command.body)))
         updating = asyncio.get_running_loop().create_task(scene.update(2, pause_mode=PauseMode.ABORT))
         await asyncio.sleep(3.0)
-        await scene.fleet.client.cancel((await scene.fleet.client.glance()).op_id)
+        op_id = (await scene.fleet.client.glance()).op_id
+        assert op_id is not None
+        await scene.fleet.client.cancel(op_id)
         assert set(outcomes(await updating).values()) == {"undone"}
         assert ReceiveWeights in sent
         assert ReceiveWeights not in sent[sent.index(AbortWeights) :]
