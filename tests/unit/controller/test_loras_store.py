@@ -2,14 +2,24 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlbus._objects_memory import MemoryObjects
 from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.connecting import open_objects
-from rlbus.errors import BusyError, RefusedError
-from rlbus.schemas import FaultCode, FleetLora, LoadLora, LoadLoraFleet, ObjectSource, Target, WorkerId
+from rlbus.errors import BusyError, NoWorkerError, RefusedError
+from rlbus.schemas import (
+    FaultCode,
+    FleetLora,
+    FleetView,
+    LoadLora,
+    LoadLoraFleet,
+    ObjectSource,
+    PauseGeneration,
+    Target,
+)
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.controller.lora_stage import adapter, on_fleet, serving, taker, takers
 from tests.unit.controller.scene import Scene, w
@@ -23,16 +33,15 @@ async def is_kept(scene: Scene, folder: Path) -> bool:
 
 
 def test_a_refused_load_leaves_nothing_in_the_store(tmp_path: Path) -> None:
-    """Whoever refuses it: a taken number, a target that isn't there, its checksum. Another try puts it again."""
+    """For what another try can't change: a number that is taken, its checksum. One that is right puts it again."""
     one, two = adapter(tmp_path / "1", "one"), adapter(tmp_path / "2", "two")
 
     async def scenario(scene: Scene) -> None:
         client = scene.fleet.client
         await client.load_lora("policy", one)
-        for target, revision in ((Target(), 1), (Target(workers=(WorkerId(w(9)),)), 2)):
-            with pytest.raises(RefusedError):
-                await client.load_lora("policy", two, target, revision=revision)
-            assert not await is_kept(scene, two)
+        with pytest.raises(RefusedError, match="stands for other bytes"):
+            await client.load_lora("policy", two, revision=1)
+        assert not await is_kept(scene, two)
         with pytest.raises(AdapterError, match="its checksum is"):
             await client.load_lora("policy", two, checksum="0" * 64)
         assert not await is_kept(scene, two)
@@ -74,6 +83,38 @@ def test_a_load_that_is_refused_for_another_takes_nothing_that_it_may_need(tmp_p
         await loading
 
     on_fleet([taker(1, {"load_lora": {1: Step(latency_s=5.0)}})], scenario)
+
+
+def test_a_load_that_may_do_next_time_takes_nothing_that_another_caller_is_about_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused since an op runs, which ends then, or since a worker isn't there yet: whoever has put the same bytes
+    meanwhile, and hasn't asked yet, is seen by nobody.
+    """
+    folder = adapter(tmp_path / "a")
+
+    async def scenario(scene: Scene) -> None:
+        client = scene.fleet.client
+        paused = asyncio.Event()
+        scene.at(PauseGeneration, paused.set)
+        pausing = asyncio.ensure_future(client.pause())
+        await paused.wait()
+        status = client.status
+
+        async def status_when_it_has_ended(**options: Any) -> FleetView:
+            await pausing
+            return await status(**options)
+
+        monkeypatch.setattr(client, "status", status_when_it_has_ended)
+        with pytest.raises(BusyError):
+            await client.load_lora("policy", folder)
+        assert await is_kept(scene, folder)
+        await pausing
+        with pytest.raises(NoWorkerError):
+            await client.load_lora("policy", folder, Target(workers=(w(9),)))
+        assert await is_kept(scene, folder)
+
+    on_fleet([taker(1, {"pause": {1: Step(latency_s=2.0)}})], scenario)
 
 
 def of_everything() -> ObjectSource:
