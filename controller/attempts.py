@@ -9,8 +9,10 @@ second time. Bounds: MAX_ATTEMPTS, and the op's deadline covers all of them.
 
 from dataclasses import replace
 
+from rlbus.controller.limits import HOUSEKEEPING_S
 from rlbus.controller.seats import blame, change
 from rlbus.controller.update_state import Damage, Seat, Sender, Stage, UpdateState, WorkersAnswered
+from rlbus.fanout import Limits
 from rlbus.schemas import FaultCode, OnFailure, Outcome, WorkerId
 
 # How often one update is tried in all.
@@ -66,6 +68,21 @@ def stall_s(state: UpdateState) -> float:
     """How long no byte may move on a worker."""
     asked_s = state.plan.request.stall_s
     return max(asked_s, MIN_STALL_S) if probe_s(state) is not None and len(state.crew) > 1 else asked_s
+
+
+def housekeeping_s(state: UpdateState, limits: Limits) -> float:
+    """How long a step waits for a worker that does something of its own.
+
+    Who has accepted a transfer, or is in a group that forms, waits for all others within a limit of its own. This ends
+    well before, so that whoever is busy is left, and the others have time for what they were waiting for. Between two
+    attempts nobody waits: who is busy leaves the old group by joining the next.
+    """
+    if state.stage is Stage.REGROUP:
+        return 0.0
+    limits_s = {Stage.JOIN: state.plan.group_timeout_s, Stage.RECEIVE: limits.stall_s}
+    if state.stage not in limits_s or len(state.crew) < 2:
+        return HOUSEKEEPING_S
+    return min(HOUSEKEEPING_S, limits_s[state.stage] / 2)
 
 
 def survivors(state: UpdateState) -> tuple[WorkerId, ...]:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -33,6 +34,8 @@ from rlbus.schemas import (
 )
 
 _log = logging.getLogger("rlbus.controller")
+
+_T = TypeVar("_T")
 
 OPS = "op"
 VERSION_KEY = "version"
@@ -85,19 +88,17 @@ class Journal:
             for key, there in zip(keys[start : start + READ_BATCH], found, strict=True):
                 if there is None:
                     continue
-                try:
-                    kept.append(_Kept(decode(there.value, JournalEntry, key), there.revision))
-                except DecodeError as exc:
-                    _log.error("journal: %s; left alone", exc)
+                if (entry := _readable(there.value, JournalEntry, key)) is not None:
+                    kept.append(_Kept(entry, there.revision))
         self._kept.clear()
         for one in sorted(kept, key=lambda k: (k.entry.item.term, k.entry.item.began_at)):
             self._kept[one.entry.item.op_id] = one
         mark = await self._kv.get(VERSION_KEY)
         if mark is not None:
-            self.mark, self._mark_revision = decode(mark.value, FleetMark, VERSION_KEY), mark.revision
+            self.mark, self._mark_revision = _readable(mark.value, FleetMark, VERSION_KEY), mark.revision
         loras = await self._kv.get(LORAS_KEY)
         if loras is not None:
-            self.lora_mark, self._lora_revision = decode(loras.value, LoraMark, LORAS_KEY), loras.revision
+            self.lora_mark, self._lora_revision = _readable(loras.value, LoraMark, LORAS_KEY), loras.revision
 
     @property
     def entries(self) -> tuple[JournalEntry, ...]:
@@ -344,6 +345,18 @@ class Journal:
 
 def _key(op_id: str) -> str:
     return f"{OPS}.{op_id}"
+
+
+def _readable(value: bytes, as_type: type[_T], key: str) -> _T | None:
+    """What stands there; None, and the log says so, if it can't be read: an op is left alone, a mark written anew with
+    the next change. No leader ends for it, since the next one would, too.
+    """
+    try:
+        found: _T = decode(value, as_type, key)
+    except DecodeError as exc:
+        _log.error("journal: %s; going on without it", exc)
+        return None
+    return found
 
 
 def _encoded(entry: JournalEntry) -> bytes:

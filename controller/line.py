@@ -6,7 +6,7 @@ from typing import Any
 from rlbus.bus import Bus
 from rlbus.controller.answers import StepAnswer, answer_of
 from rlbus.controller.learning import status_after
-from rlbus.controller.limits import within
+from rlbus.controller.limits import HOUSEKEEPING_S, within
 from rlbus.controller.patience import Patience
 from rlbus.controller.registry import Registry
 from rlbus.fanout import Gathered, Limits, Losses, fanout
@@ -30,11 +30,13 @@ class Line:
         *,
         op_id: str,
         limits: Limits,
+        housekeeping_s: float = HOUSEKEEPING_S,
+        is_wanted: Callable[[], bool] = lambda: True,
         on_answer: Callable[[WorkerId, WorkerAnswer], None] | None = None,
         on_outcome: Callable[[WorkerId, StepAnswer], None] | None = None,
     ) -> dict[WorkerId, StepAnswer]:
-        """One command to `workers`; one answer each. Who does something of its own then is asked again for a while
-        (`patience`). Raises and Cancel: as `rlbus.fanout.fanout`.
+        """One command to `workers`; one answer each. Who does something of its own then is asked again (`patience`),
+        for `housekeeping_s` at most and as long as it `is_wanted`. Raises and Cancel: as `rlbus.fanout.fanout`.
 
         Mutations always carry the list of who is meant: a worker that we don't know yet must not be paused by a
         broadcast that nobody would undo on it.
@@ -69,7 +71,10 @@ class Line:
                 on_outcome=take,
             )
 
-        patience = Patience(limits.deadline_s, lambda asked, left_s: fan_out(asked, within(limits, left_s)), tell)
+        def ask_again(asked: Sequence[WorkerId], left_s: float) -> Coroutine[Any, Any, object]:
+            return fan_out(asked, within(limits, left_s))
+
+        patience = Patience(limits.deadline_s, housekeeping_s, is_wanted, ask_again, tell)
         try:
             await fan_out(workers, limits)
             await patience.end()

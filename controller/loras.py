@@ -138,7 +138,11 @@ class Loras:
 
     def _source_problem(self, request: LoadLoraFleet) -> Fault | None:
         source = request.source
-        if isinstance(source, ObjectSource) and source.bucket != self._namespace:
+        if not isinstance(source, ObjectSource):
+            return None
+        if not source.has_good_key:
+            return fault(FaultCode.BAD_MESSAGE, "the key of its object is no checksum", key=source.key)
+        if source.bucket != self._namespace:
             message = f"its object lies in the store of {source.bucket}, this is {self._namespace}"
             return fault(FaultCode.BAD_MESSAGE, message, bucket=source.bucket)
         return None
@@ -228,7 +232,8 @@ class Loras:
         Within the op, so that whoever puts the same bytes after it finds them there; all together have as long as one
         step at the op's end. Cancel: some may be gone.
         """
-        keys = [s.key for s in sources if isinstance(s, ObjectSource) and not self.book.uses(s.key)]
+        objects = [s for s in sources if isinstance(s, ObjectSource) and s.has_good_key]
+        keys = [s.key for s in objects if not self.book.uses(s.key)]
         try:
             async with asyncio.timeout(ENDING_STEP_S):
                 for key in keys:

@@ -1,8 +1,8 @@
 """Waits for what workers do by themselves (an adapter that has drained goes, the lease of a pause has ended).
 
 Nobody sent that, and it ends by itself, so no op fails because of it: who refuses a command for it is asked again,
-under the same op id, beside all others, and only the last answer counts. Bounded by HOUSEKEEPING_S and by the step's
-deadline.
+under the same op id, beside all others, and only the last answer counts. Bounded by what the step allows, by its
+deadline, and by whether anybody still wants it.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 
 from rlbus.controller.answers import StepAnswer, unknown
 from rlbus.controller.causes import fault
-from rlbus.controller.limits import HOUSEKEEPING_S, RETRY_S
+from rlbus.controller.limits import RETRY_S
 from rlbus.errors import BrokenError, RLBusError
 from rlbus.schemas import FaultCode, WorkerId
 
@@ -21,19 +21,25 @@ APART_S = 0.001
 
 
 class Patience:
-    """Of one command to many workers. `ask` sends it to some, with so much time; `tell` takes an answer that counts."""
+    """Of one command to many workers. `ask` sends it to some, with so much time; `tell` takes an answer that counts.
+
+    Nobody is asked again `housekeeping_s` after the begin, nor once `is_wanted` says no.
+    """
 
     def __init__(
         self,
         deadline_s: float,
+        housekeeping_s: float,
+        is_wanted: Callable[[], bool],
         ask: Callable[[Sequence[WorkerId], float], Coroutine[Any, Any, object]],
         tell: Callable[[WorkerId, StepAnswer], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._is_wanted = is_wanted
         self._ask = ask
         self._tell = tell
         self._deadline_s = self._loop.time() + deadline_s
-        self._until_s = self._loop.time() + min(deadline_s, HOUSEKEEPING_S)
+        self._until_s = self._loop.time() + min(deadline_s, housekeeping_s)
         # What was taken since the last round.
         self._held: dict[WorkerId, StepAnswer] = {}
         self._num_rounds = 0
@@ -42,7 +48,8 @@ class Patience:
 
     def takes(self, worker: WorkerId, answer: StepAnswer) -> bool:
         """Whether this answer isn't the last: the worker is asked again. Called on the loop; never waits."""
-        if not answer.is_housekeeping or self._loop.time() + RETRY_S >= self._until_s:
+        is_over = self._loop.time() + RETRY_S >= self._until_s or not self._is_wanted()
+        if not answer.is_housekeeping or is_over:
             return False
         self._held[worker] = answer
         if self._driver is None:
@@ -67,8 +74,11 @@ class Patience:
     async def _drive(self) -> None:
         while self._held or self._rounds:
             await asyncio.sleep(RETRY_S)
-            if self._held:
-                held, self._held = self._held, {}
+            held, self._held = self._held, {}
+            if held and not self._is_wanted():
+                for worker, answer in held.items():
+                    self._tell(worker, answer)
+            elif held:
                 self._num_rounds += 1
                 asking = self._loop.create_task(self._round(held))
                 self._rounds.add(asking)

@@ -112,6 +112,9 @@ def _received(state: UpdateState, seat: Seat, answer: StepAnswer) -> Note:
     if answer.is_ok:
         data = answer.data if isinstance(answer.data, ReceivedData) else None
         return Note(replace(seat, damage=Damage.RECEIVED, received=data))
+    is_stalled = answer.fault is not None and answer.fault.code is FaultCode.STALLED
+    if is_stalled and not state.may_have_sent and seat.candidate.worker in state.accepted:
+        return Note(seat)  # no byte could move: whoever hasn't accepted holds it up
     if answer.outcome is Outcome.REFUSED:
         seat = replace(seat, damage=Damage.NONE)
     return _blame_answer(state, seat, answer)

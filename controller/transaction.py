@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from rlbus.controller.answers import unknown
 from rlbus.controller.attempts import may_go_without_lost, may_retry, next_attempt, note_late, probe_s, step_of
+from rlbus.controller.causes import fault
 from rlbus.controller.grouping import fits, new_plan
 from rlbus.controller.leases import LEASE_S
 from rlbus.controller.op_ids import PAUSE_STEP, derive
@@ -49,6 +50,7 @@ from rlbus.schemas import (
     CommandBody,
     CommitWeights,
     DestroyGroup,
+    FaultCode,
     FlushCache,
     InitGroup,
     JoinTask,
@@ -324,6 +326,8 @@ def _after_receive(state: UpdateState) -> Decision:
     if not state.may_have_sent:
         if not _is_group_good(state):
             return wind_down(replace(state, is_group_suspect=True))
+        if _has_waited_in_vain(state):
+            return wind_down(_blame_late(replace(state, is_group_suspect=True)))
         if not state.pending <= state.accepted:
             return state, ()
         request, epoch = state.plan.request, state.group.plan.epoch
@@ -336,6 +340,18 @@ def _after_receive(state: UpdateState) -> Decision:
     if state.sender is not Sender.SENT:
         return state, ()
     return _verify(state)
+
+
+def _has_waited_in_vain(state: UpdateState) -> bool:
+    """Whether somebody who was ready to receive has stalled before a byte could move."""
+    return any(state.seats[w].damage is Damage.OPEN and w not in state.pending for w in state.crew)
+
+
+def _blame_late(state: UpdateState) -> UpdateState:
+    why = "it hadn't begun to receive when others had been ready for as long as they may stand still"
+    for worker in sorted(state.pending - state.accepted):
+        state = blame(state, worker, Outcome.UNKNOWN, fault(FaultCode.NO_ACK, why, retryable=True))
+    return state
 
 
 def _verify(state: UpdateState) -> Decision:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlbus.controller.answers import StepAnswer, unknown
-from rlbus.controller.attempts import STILL_S, stall_s
+from rlbus.controller.attempts import STILL_S, housekeeping_s, stall_s
 from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
 from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until, overdue_at_s
@@ -262,6 +262,8 @@ class UpdateRun:
                     ask.workers,
                     op_id=derive_step(self._op.op_id, self._line.term, ask.step),
                     limits=limits,
+                    housekeeping_s=housekeeping_s(self.state, limits),
+                    is_wanted=lambda: self.state.step == ask.step,
                     on_answer=on_answer,
                     on_outcome=on_outcome,
                 )

@@ -17,7 +17,7 @@ from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.adapter_objects import upload
 from rlbus.bus import Bus
 from rlbus.connecting import open_objects
-from rlbus.errors import ConfigError, RefusedError, RLBusError
+from rlbus.errors import BusyError, ConfigError, RefusedError, RLBusError
 from rlbus.schemas import (
     MAX_REVISION,
     FleetView,
@@ -106,8 +106,10 @@ class LoraVerbs:
         )
         try:
             return await self._run(request, on_progress, check)
-        except RefusedError:
-            if isinstance(source, ObjectSource):
+        except RefusedError as exc:
+            # What may do next time is tried again, perhaps by others, with what they have put under the same key.
+            may_do = exc.fault.retryable or isinstance(exc, BusyError)
+            if isinstance(source, ObjectSource) and not may_do:
                 await self._free(source.key)
             raise
 
@@ -170,8 +172,8 @@ class LoraVerbs:
         return put.source, put.checksum
 
     async def _free(self, key: str) -> None:
-        """Take what we have put for a refused load out of the store, unless the fleet's adapters, or an op that runs,
-        may come from it; then, and where nobody answers, it ends by itself.
+        """Take what we have put for a load that no other try would make good out of the store, unless the fleet's
+        adapters, or an op that runs, may come from it; then, and where nobody answers, it ends by itself.
         """
         objects = open_objects(self.bus, self.namespace)
         try:

@@ -30,12 +30,14 @@ MAX_DRAIN_S = 86_400.0
 LoraName = Annotated[str, msgspec.Meta(pattern=LORA_NAME_PATTERN)]
 Revision = Annotated[int, msgspec.Meta(ge=1, le=MAX_REVISION)]
 # 64 lower-case hex digits.
-Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
+SHA256_PATTERN = r"^[0-9a-f]{64}$(?!\n)"
+Sha256 = Annotated[str, msgspec.Meta(pattern=SHA256_PATTERN)]
 DrainS = Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]
 
 # How much of an adapter's checksum a status has, in hex digits: a heartbeat names up to 64 adapters.
 SHORT_SUM_CHARS = 16
 
+_SHA256 = re.compile(SHA256_PATTERN)
 _LORA_NAME = re.compile(LORA_NAME_PATTERN)
 _LORA_ID = re.compile(r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})@([1-9][0-9]{0,15})$(?!\n)")
 
@@ -65,12 +67,21 @@ class FolderSource(Wire, frozen=True, kw_only=True, tag_field="kind", tag="folde
 class ObjectSource(Wire, frozen=True, kw_only=True, tag_field="kind", tag="object"):
     """The adapter's files as one object in the bus's object store, under the checksum of those files; `sha256` and
     `num_bytes` are the object's own.
+
+    `key` may be any text here, since it was so in what is kept: whoever uses it looks at `has_good_key` first.
     """
 
     bucket: Token
-    key: Sha256
+    key: str
     sha256: Sha256
     num_bytes: Annotated[int, msgspec.Meta(ge=1)]
+
+    @property
+    def has_good_key(self) -> bool:
+        """Whether the key is a checksum. It becomes a part of subjects, and says what is deleted: a wildcard would mean
+        every object of the fleet.
+        """
+        return _SHA256.search(self.key) is not None
 
 
 LoraSource = FolderSource | ObjectSource

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlbus.controller.attempts import MAX_ATTEMPTS, PROBE_S
+from rlbus.controller.attempts import MAX_ATTEMPTS, PROBE_S, housekeeping_s
 from rlbus.controller.causes import fault
 from rlbus.controller.report import standing_group
 from rlbus.controller.testing import Play, failed, outcomes_of, plan_of, received, refused, silent, weights_are
@@ -13,10 +13,12 @@ from rlbus.controller.update_state import (
     SenderJoined,
     Stage,
     StopAsked,
+    WorkerAccepted,
     WorkerGone,
     WorkersAnswered,
     WorkerSilent,
 )
+from rlbus.fanout import Limits
 from rlbus.schemas import (
     FaultCode,
     JoinTask,
@@ -91,6 +93,40 @@ def test_a_worker_lost_in_the_broadcast_is_left_and_the_others_receive_again() -
     group = standing_group(play.state)
     assert group is not None
     assert group.workers == (W1, W3)
+
+
+def test_who_stands_ready_for_a_transfer_that_another_holds_up_is_not_lost() -> None:
+    """No byte moves before all accept, so a stall before says nothing about who has accepted."""
+    play = play_of()
+    play.to(Stage.RECEIVE)
+    for worker in (W1, W2):
+        play.feed(WorkerAccepted("receive", worker))
+    play.feed(WorkersAnswered("receive", {W1: silent(FaultCode.STALLED)}))
+    assert play.told(SendTask) == []
+    report = play.report()
+    assert outcomes_of(report) == {W1: ("ok", "resume"), W2: ("ok", "resume"), W3: ("unknown", "transfer")}
+    assert report.fault is not None
+    assert (report.fault.code, report.fault.detail["worker"]) == (FaultCode.NO_ACK, W3)
+
+
+@pytest.mark.parametrize(("stage", "ends_s"), [(Stage.PAUSE, 40.0), (Stage.JOIN, 30.0), (Stage.RECEIVE, 6.0)])
+def test_the_wait_for_a_worker_s_own_op_ends_well_before_the_limits_of_who_waits_with_it(
+    stage: Stage, ends_s: float
+) -> None:
+    """In a group that forms, and in a transfer, the others stand ready; alone a worker holds up nobody."""
+    limits, alone = Limits(5.0, 12.0, 300.0), Play(plan_of(W1))
+    for play in (together := play_of(), alone):
+        play.to(stage)
+    assert (housekeeping_s(together.state, limits), housekeeping_s(alone.state, limits)) == (ends_s, 40.0)
+
+
+def test_a_stall_once_bytes_may_move_is_held_against_who_stalled() -> None:
+    """Then it is the worker, or the trainer, that doesn't move."""
+    play = play_of()
+    start_sending(play)
+    play.feed(WorkersAnswered("receive", {W1: silent(FaultCode.STALLED)}))
+    play.feed(SenderFailed(1, BROKEN))
+    assert outcomes_of(play.report())[W1][0] == "unknown"
 
 
 def test_nobody_is_resumed_between_two_attempts() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlbus.controller.journal import MAX_ENTRIES, Journal
+from rlbus.controller.journal import LORAS_KEY, MAX_ENTRIES, VERSION_KEY, Journal
 from rlbus.errors import DeadlineError
 from rlbus.schemas import (
     FleetLora,
@@ -238,6 +238,29 @@ def test_a_later_leaders_adapters_end_this_one() -> None:
         old.set_loras(mark(10, "/old"))
         assert "somebody else" in await old.run()
         assert (await opened(transport, 12)).lora_mark == mark(11, "/new")
+        writing.cancel()
+        await asyncio.wait({writing})
+
+    run(main())
+
+
+def test_marks_that_can_t_be_read_end_no_leader_and_are_written_anew() -> None:
+    """As an op that can't be read: the log names it. What the fleet has is learned from its workers and the ops."""
+
+    async def main() -> None:
+        transport = MemoryBroker().connect()
+        kv = MemoryKv(transport)
+        for key in (VERSION_KEY, LORAS_KEY):
+            await kv.create(key, b'{"term": "ten"}')
+        journal = await opened(transport, 11)
+        assert (journal.mark, journal.lora_mark) == (None, None)
+        writing = asyncio.create_task(journal.run())
+        journal.set_version(Version(step=8), None)
+        journal.set_loras(mark(11, "/a"))
+        await journal.flush()
+        after = await opened(transport, 12)
+        assert after.mark is not None
+        assert (after.mark.version, after.lora_mark) == (Version(step=8), mark(11, "/a"))
         writing.cancel()
         await asyncio.wait({writing})
 

@@ -3,11 +3,23 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlbus.controller.limits import HOUSEKEEPING_S
-from rlbus.schemas import FaultCode, Generation, LoadLora, OpStatus, PauseGeneration, Report
+from rlbus.schemas import (
+    AbortWeights,
+    Command,
+    FaultCode,
+    Generation,
+    LoadLora,
+    OpStatus,
+    PauseGeneration,
+    PauseMode,
+    ReceiveWeights,
+    Report,
+)
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.controller.lora_stage import adapter, on_fleet, serving, taker
@@ -149,3 +161,71 @@ def test_an_op_waits_for_a_worker_whose_lease_has_just_ended() -> None:
         assert await scene.addressed(PauseGeneration) == ["1", "2"]
 
     on_fleet([worker(1, {"resume": {1: Step(latency_s=3.0)}}), worker(2)], scenario)
+
+
+# -- in a transfer the others stand ready meanwhile, and have a stall limit of their own -----------------------------
+
+
+async def draining(scene: Scene, folder: Path) -> None:
+    """An adapter of worker 1 drains, until an update aborts its requests."""
+    client = scene.fleet.client
+    await client.load_lora("policy", adapter(folder / "policy", "policy"))
+    scene.fleet.workers[0].engine.submit("long", [1, 2], num_tokens=100_000, model="policy@1")
+    await client.unload_lora("policy", drain_s=600)
+
+
+def unloads_before_the_transfer(**step: Any) -> list[Worker]:
+    """Three workers; the first begins its own unload after it has paused, while the second still pauses."""
+    of_1 = {"unload_lora": {i: Step(**step) for i in range(1, 4)}}
+    return [taker(1, of_1), taker(2, {"pause": {2: Step(latency_s=1.2)}}), taker(3)]
+
+
+@pytest.mark.parametrize("stall_s", [30.0, 10.0])
+@pytest.mark.parametrize("on_failure", ["retry", "stop"])
+def test_a_transfer_blames_the_worker_that_stays_busy_and_not_those_that_stand_ready(
+    tmp_path: Path, on_failure: str, stall_s: float
+) -> None:
+    """No byte moves before the last accepts: the wait for it ends before the others count as stalled."""
+
+    async def scenario(scene: Scene) -> None:
+        await draining(scene, tmp_path)
+        report = await scene.update(2, pause_mode=PauseMode.ABORT, on_failure=on_failure, stall_s=stall_s)
+        others = "ok" if on_failure == "retry" else "undone"
+        assert {i: o for i, o in outcomes(report).items() if i != "1"} == {"2": others, "3": others}
+        assert code_of(report, 1) is FaultCode.BUSY
+        assert report.phases_s["transfer"] + report.phases_s.get("regroup", 0.0) < stall_s
+        assert (await scene.generations())[1:] == [RUNNING, RUNNING]
+
+    on_fleet(unloads_before_the_transfer(hangs=True, clings_s=100.0), scenario)
+
+
+def test_a_transfer_still_waits_for_a_worker_that_is_done_in_time(tmp_path: Path) -> None:
+    """A third of the others' stall limit costs nobody anything."""
+
+    async def scenario(scene: Scene) -> None:
+        await draining(scene, tmp_path)
+        report = await scene.update(2, pause_mode=PauseMode.ABORT)
+        assert (outcomes(report), report.num_attempts) == ({"1": "ok", "2": "ok", "3": "ok"}, 1)
+
+    on_fleet(unloads_before_the_transfer(latency_s=10.0), scenario)
+
+
+def test_a_cancelled_transfer_is_begun_on_nobody_any_more(tmp_path: Path) -> None:
+    """Who was busy is not asked again after the end of the op was asked for."""
+    sent: list[type[Any]] = []
+
+    async def scenario(scene: Scene) -> None:
+        await draining(scene, tmp_path)
+        scene.spy("dyn.test.*.rl.>", Command, lambda command, _: sent.append(type(command.body)))
+        updating = asyncio.get_running_loop().create_task(scene.update(2, pause_mode=PauseMode.ABORT))
+        await asyncio.sleep(3.0)
+        op_id = (await scene.fleet.client.glance()).op_id
+        assert op_id is not None
+        await scene.fleet.client.cancel(op_id)
+        assert set(outcomes(await updating).values()) == {"undone"}
+        assert ReceiveWeights in sent
+        assert ReceiveWeights not in sent[sent.index(AbortWeights) :]
+        assert "receive_weights" not in scene.fleet.workers[0].engine.calls
+        assert await scene.generations() == [RUNNING, RUNNING, RUNNING]
+
+    on_fleet(unloads_before_the_transfer(latency_s=6.0), scenario)

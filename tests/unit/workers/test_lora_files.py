@@ -40,9 +40,9 @@ def folder_source(folder: Path) -> tuple[FolderSource, str]:
     return FolderSource(path=str(folder)), adapter_sum(folder).checksum
 
 
-def object_source(num_bytes: int = 100) -> ObjectSource:
+def object_source(num_bytes: int = 100, key: str = "5a" * 32) -> ObjectSource:
     """An object in the store."""
-    return ObjectSource(bucket="b", key="5a" * 32, sha256="0" * 64, num_bytes=num_bytes)
+    return ObjectSource(bucket="b", key=key, sha256="0" * 64, num_bytes=num_bytes)
 
 
 def refusal(call: Awaitable[Path]) -> FaultCode:
@@ -356,3 +356,13 @@ def test_object_is_refused_by_a_worker_that_cant_fetch_or_hasnt_the_room(tmp_pat
     assert refusal(files_of(tmp_path).bring(object_source(), "0" * 64, NOBODY)) is FaultCode.WRONG_STATE
     small = files_of(tmp_path, fetch_object=fetching("x"), lora_cache_bytes=50)
     assert refusal(small.bring(object_source(), "0" * 64, NOBODY)) is FaultCode.TOO_LARGE
+
+
+def test_an_object_whose_key_is_no_checksum_is_not_fetched(tmp_path: Path) -> None:
+    """It becomes a part of subjects of the bus: a wildcard asks for every object."""
+
+    async def fetch(_: Bus, source: ObjectSource, folder: Path) -> None:
+        raise AssertionError(source.key, folder)
+
+    files = files_of(tmp_path, fetch_object=fetch)
+    assert refusal(files.bring(object_source(key="*"), "0" * 64, NOBODY)) is FaultCode.BAD_MESSAGE
