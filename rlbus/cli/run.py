@@ -12,7 +12,7 @@ import typer
 from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
-from rlbus.cli.services import log_as_service, supervised, until_stopped
+from rlbus.cli.services import heard_or_not, log_as_service, supervised, until_stopped
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id
@@ -104,11 +104,7 @@ def up(
 
             is_told = False
 
-            def on_ready(_controller: object) -> None:
-                nonlocal is_told
-                if is_told:  # it lost the lease for a while, and leads again
-                    return
-                is_told = True
+            def tell() -> None:
                 if json:
                     out.document({"url": server.url, "namespace": name, "pid": os.getpid()} | at)
                 out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={server.url}")
@@ -118,6 +114,14 @@ def up(
                     out.line(f"  export RLBUS_NAMESPACE={name}")
                 out.line("  rlbus worker fake        # or: rlbus worker torch DIR, rlbus worker vllm MODEL")
                 out.line("  rlbus status\n\nCtrl-C ends it.")
+
+            def on_ready(_controller: object) -> None:
+                nonlocal is_told
+                if is_told:  # it lost the lease for a while, and leads again
+                    return
+                is_told = True
+                with heard_or_not():
+                    tell()
 
             serving = serve_controller(
                 config, settings=settings, on_ready=on_ready, http=http, on_http=lambda base: at.update(http_url=base)
@@ -157,11 +161,12 @@ def controller(
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
-            if json and not is_told:
-                out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role} | at)
-            is_told = True
             also = f", over HTTP on {at['http_url']}" if at else ""
-            out.line(f"controller of namespace {config.namespace} {line} on {config.url}{also}; Ctrl-C ends it")
+            with heard_or_not():
+                if json and not is_told:
+                    out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role} | at)
+                out.line(f"controller of namespace {config.namespace} {line} on {config.url}{also}; Ctrl-C ends it")
+            is_told = True
 
         await serve_controller(
             config,
@@ -384,10 +389,11 @@ class _Worker:
             return
         self._is_told = True
         namespace = self._config().namespace
-        if self._json:
-            document = {"worker": self._who, "namespace": namespace, "pid": os.getpid(), "worker_pid": worker_pid}
-            self._out.document(document)
-        self._out.line(f"worker {self._who} of namespace {namespace} {line}")
+        document = {"worker": self._who, "namespace": namespace, "pid": os.getpid(), "worker_pid": worker_pid}
+        with heard_or_not():
+            if self._json:
+                self._out.document(document)
+            self._out.line(f"worker {self._who} of namespace {namespace} {line}")
 
     def run(self, make: Callable[[], "Engine"]) -> None:
         """In this process until it is stopped, or its engine dies."""
