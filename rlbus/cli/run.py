@@ -269,6 +269,8 @@ def worker_torch(
             from rlbus.workers.engines.torch_engine import TorchEngine
         except ImportError as exc:
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
+        from rlbus.workers.config import AgentConfig
+
         announced = worker.reachable_host(host)
         return TorchEngine(
             model,
@@ -276,7 +278,7 @@ def worker_torch(
             host=host,
             port=port,
             advertise_host=announced,
-            roots=weight_root or (),
+            roots=AgentConfig.from_env(weight_roots=worker.roots or None).weight_roots,
             max_loras=max_loras,
         )
 

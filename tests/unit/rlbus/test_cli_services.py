@@ -1,17 +1,20 @@
 """How `rlbus up`, `controller` and `worker` live and end, without a server."""
 
-import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from rlbus.cli import run
+from rlbus.cli.app import app
 from rlbus.controller import app as controller_app
-from rlbus.controller.http.config import HttpConfig
 from rlbus.schemas import Lease
+from rlbus.workers import run as worker_run
+from rlbus.workers.engines import torch_engine
 
 pytestmark = pytest.mark.unit
 
@@ -38,3 +41,19 @@ def test_a_controller_whose_stdout_is_gone_goes_on(monkeypatch: pytest.MonkeyPat
             monkeypatch.undo()
             monkeypatch.setattr(controller_app, "serve", serve)
         assert (ended.value.exit_code, roles) == (0, ["standby", "leader"])
+
+
+def test_torch_engine_may_read_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """RLBUS_WEIGHT_ROOTS alone is enough, as for the agent; an option wins over it."""
+    made: list[dict[str, Any]] = []
+
+    async def serve(*_: object, **__: object) -> None:
+        return None
+
+    monkeypatch.setattr(torch_engine, "TorchEngine", lambda _model, **given: made.append(given))
+    monkeypatch.setattr(worker_run, "serve", serve)
+    command = ["worker", "torch", str(tmp_path), "--no-restart", "--url", "nats://h:1"]
+    for options in ([], ["--weight-root", "/given"]):
+        done = CliRunner().invoke(app, [*command, *options], env={"RLBUS_WEIGHT_ROOTS": "/a:/b"})
+        assert done.exit_code == 0, done.output
+    assert [tuple(given["roots"]) for given in made] == [("/a", "/b"), ("/given",)]
