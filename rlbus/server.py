@@ -98,21 +98,22 @@ class EmbeddedServer:
         """Start it, on the port it had before if it had one. Idempotent while it runs.
 
         Raises:
-            BrokenError: it ended at once; the message has the tail of its log. DeadlineError: not ready in START_S.
-            ConfigError: no binary, or another server uses `store_dir`.
+            BrokenError: it ended at once; the message has the tail of its log. Or its temporary folder can't be used.
+            DeadlineError: not ready in START_S.
+            ConfigError: no binary, or `store_dir` can't be used, or another server uses it.
         Cancel: no process is left.
         """
         if self._child is not None and self._child.returncode is None:
             return
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
         self._lock_store()
-        ports = self._folder / "ports"
-        shutil.rmtree(ports, ignore_errors=True)
-        ports.mkdir()
-        argv = [self._find_binary(), "-c", str(self._write_config(ports))]
+        binary = self._find_binary()
         try:
-            child = await Child.start("nats-server", argv, log=self._folder / "server.log")
+            folder, ports, config = self._make_folder()
+        except OSError as exc:
+            raise BrokenError("nats-server", f"can't be started: {exc}") from exc
+        argv = [binary, "-c", str(config)]
+        try:
+            child = await Child.start("nats-server", argv, log=folder / "server.log")
         except OSError as exc:
             raise ConfigError("nats-server", argv[0], f"cannot be run: {exc.strerror}") from exc
         try:
@@ -192,12 +193,26 @@ class EmbeddedServer:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def _make_folder(self) -> tuple[Path, Path, Path]:
+        """Its own temporary folder, anew if a cleaner of /tmp has taken it; there, where it announces its port, and its
+        configuration.
+        """
+        if self._folder is None or not self._folder.is_dir():
+            self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
+        ports = self._folder / "ports"
+        shutil.rmtree(ports, ignore_errors=True)
+        ports.mkdir()
+        return self._folder, ports, self._write_config(ports)
+
     def _lock_store(self) -> None:
         """Two servers in one JetStream folder would destroy it. The lock ends with this process, however it ends."""
         if self._store_dir is None or self._lock is not None:
             return
-        self._store_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self._store_dir / "rlbus.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._store_dir.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._store_dir / "rlbus.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise ConfigError("store_dir", str(self._store_dir), f"cannot be used: {exc.strerror}") from exc
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:

@@ -77,6 +77,8 @@ async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer
         out.error(BrokenError(broken.what, broken.problem.partition("\n")[0]))
         typer.echo(broken.problem.partition("\n")[2], err=True)
         return ExitCode.FAILED
+    if not watching.cancelled():
+        watching.result()
     serving.result()
     return ExitCode.OK
 

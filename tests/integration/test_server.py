@@ -169,6 +169,24 @@ def test_a_server_that_ends_by_itself_is_started_again_until_it_does_so_too_ofte
     asyncio.run(scenario())
 
 
+def test_a_server_whose_temporary_folder_was_removed_is_started_again() -> None:
+    """A cleaner of /tmp takes what is old; what was kept there is gone, the server comes back on its port."""
+
+    async def scenario() -> None:
+        async with EmbeddedServer() as server:
+            folder, port = server._folder, server.port
+            assert folder is not None
+            shutil.rmtree(folder)
+            await server.restart()
+            assert listening_ports(server.pid) == {port}
+            new = server._folder
+            assert new is not None
+            assert new.stat().st_mode & 0o777 == 0o700
+        assert not new.exists()
+
+    asyncio.run(scenario())
+
+
 def test_a_store_serves_one_server_at_a_time(tmp_path: Path) -> None:
     """The second is refused by name; when the first has ended, the folder is free."""
 

@@ -1,9 +1,11 @@
 """How `rlbus up`, `controller` and `worker` live and end, without a server."""
 
+import asyncio
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import pytest
 import typer
@@ -11,10 +13,17 @@ from typer.testing import CliRunner
 
 from rlbus.cli import run
 from rlbus.cli.app import app
+from rlbus.cli.output import ExitCode, Output
+from rlbus.cli.services import notice, supervised
 from rlbus.controller import app as controller_app
+from rlbus.errors import BrokenError
 from rlbus.schemas import Lease
+from rlbus.testing import run as virtual_run
 from rlbus.workers import run as worker_run
 from rlbus.workers.engines import torch_engine
+
+if TYPE_CHECKING:
+    from rlbus.server import EmbeddedServer
 
 pytestmark = pytest.mark.unit
 
@@ -57,3 +66,46 @@ def test_torch_engine_may_read_where_the_environment_says(monkeypatch: pytest.Mo
         done = CliRunner().invoke(app, [*command, *options], env={"RLBUS_WEIGHT_ROOTS": "/a:/b"})
         assert done.exit_code == 0, done.output
     assert [tuple(given["roots"]) for given in made] == [("/a", "/b"), ("/given",)]
+
+
+class FakeServer:
+    """A server whose supervision ends with `error`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def supervise(self, _on_restart: object) -> NoReturn:
+        """See EmbeddedServer."""
+        raise self._error
+
+
+def supervised_by(error: BaseException) -> ExitCode:
+    """How a service ends whose server's supervision ends so."""
+
+    async def main() -> ExitCode:
+        server = cast("EmbeddedServer", FakeServer(error))
+        return await supervised(asyncio.sleep(3600.0), server, Output(is_json=False))
+
+    return virtual_run(main())
+
+
+def test_service_whose_server_is_given_up_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what the server said last, and not with the cancellation of the service."""
+    assert supervised_by(BrokenError("nats-server", "ended; its log ends:\nsome line")) is ExitCode.FAILED
+    assert capsys.readouterr().err == "rlbus: nats-server: ended; its log ends:\nsome line\n"
+    with pytest.raises(RuntimeError, match="a bug"):
+        supervised_by(RuntimeError("a bug"))
+
+
+def test_supervision_goes_on_when_nobody_reads_its_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart of the server is told; the restart itself counts."""
+
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    gone = Gone()
+    monkeypatch.setattr(sys, "stderr", gone)
+    notice("nats-server ended with status 1; starting it again on port 4222")
+    monkeypatch.undo()
+    assert gone.getvalue() == "rlbus: nats-server ended with status 1; starting it again on port 4222\n"
