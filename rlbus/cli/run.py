@@ -93,7 +93,9 @@ def up(
         from rlbus.controller.http.config import HttpConfig
         from rlbus.controller.service import Settings
         from rlbus.server import EmbeddedServer
+        from rlbus.workers.addresses import ELSEWHERE, WILDCARDS, advertised_host, reachable_host, reachable_url
 
+        advertised = advertised_host(os.environ)
         http = HttpConfig.from_env(host=http_host, port=http_port)
         at: dict[str, str] = {}
         name = namespace or os.environ.get("RLBUS_NAMESPACE") or DEFAULT_NAMESPACE
@@ -101,13 +103,15 @@ def up(
         settings = Settings(frontend=frontend_of(frontend_url))
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
             config = BusConfig(url=server.url, namespace=name)
+            known_at = reachable_host(host, advertised, ELSEWHERE) if host in WILDCARDS else host
+            url = server.url_at(known_at)
 
             is_told = False
 
             def tell() -> None:
                 if json:
-                    out.document({"url": server.url, "namespace": name, "pid": os.getpid()} | at)
-                out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={server.url}")
+                    out.document({"url": url, "namespace": name, "pid": os.getpid()} | at)
+                out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={url}")
                 if at:
                     out.line(f"  # over HTTP: {at['http_url']}")
                 if name != DEFAULT_NAMESPACE:
@@ -123,9 +127,10 @@ def up(
                 with heard_or_not():
                     tell()
 
-            serving = serve_controller(
-                config, settings=settings, on_ready=on_ready, http=http, on_http=lambda base: at.update(http_url=base)
-            )
+            def on_http(base: str) -> None:
+                at["http_url"] = reachable_url(base, advertised, ELSEWHERE)
+
+            serving = serve_controller(config, settings=settings, on_ready=on_ready, http=http, on_http=on_http)
             return await supervised(serving, server, out)
 
     run_command(out, lambda: until_stopped(serve()))
@@ -158,6 +163,12 @@ def controller(
 
         at: dict[str, str] = {}
         from rlbus.controller.service import Settings
+        from rlbus.workers.addresses import advertised_host, reachable_url
+
+        advertised = advertised_host(os.environ)
+
+        def on_http(base: str) -> None:
+            at["http_url"] = reachable_url(base, advertised, config.servers[0])
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
@@ -175,7 +186,7 @@ def controller(
             on_standby=lambda lease: tell("standby", f"stands by for {lease.name}"),
             is_single=single,
             http=HttpConfig.from_env(host=http_host, port=http_port),
-            on_http=lambda base: at.update(http_url=base),
+            on_http=on_http,
         )
 
     run_command(out, lambda: until_stopped(serve()))

@@ -113,11 +113,12 @@ def test_a_given_token_may_hold_any_character() -> None:
     """It is quoted in the URL and in the configuration."""
 
     async def scenario() -> None:
-        async with EmbeddedServer(token='a/b@c:d "e"#%') as server:
-            transport = await connect_nats(BusConfig(url=server.url), name="t")
-            await transport.barrier(LIMIT_S)
-            assert transport.is_connected
-            await transport.aclose()
+        for token in ('a/b@c:d "e"#%', "p\u00e4ss\u00e9 \N{SNOWMAN} \\"):
+            async with EmbeddedServer(token=token) as server:
+                transport = await connect_nats(BusConfig(url=server.url), name="t")
+                await transport.barrier(LIMIT_S)
+                assert transport.is_connected
+                await transport.aclose()
 
     asyncio.run(scenario())
 
@@ -213,6 +214,34 @@ def test_a_port_in_use_is_a_wrong_setting() -> None:
         ):
             await EmbeddedServer(port=taken.getsockname()[1]).__aenter__()
         assert leftovers() <= before
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"), [("203.0.113.1", "cannot assign requested address"), ("no such.invalid", "no such host")]
+)
+def test_an_address_of_another_machine_is_a_wrong_setting(host: str, problem: str) -> None:
+    """In one line with the server's reason, and without the rest of its log."""
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match=f"host='{host}': can't listen there: {problem}$"):
+            await EmbeddedServer(host=host).__aenter__()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("host", "reached_at"), [("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]")])
+def test_a_server_that_listens_everywhere_is_reached_on_loopback_from_here(host: str, reached_at: str) -> None:
+    """A wildcard is no address to connect to; others take one of this machine's own."""
+
+    async def scenario() -> None:
+        async with EmbeddedServer(host=host) as server:
+            assert server.url == f"nats://{server.token}@{reached_at}:{server.port}"
+            assert server.url_at("fd00::2") == f"nats://{server.token}@[fd00::2]:{server.port}"
+            transport = await connect_nats(BusConfig(url=server.url), name="t")
+            await transport.barrier(LIMIT_S)
+            await transport.aclose()
 
     asyncio.run(scenario())
 

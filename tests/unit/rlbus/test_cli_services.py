@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +12,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from rlbus import server
 from rlbus.cli import run
 from rlbus.cli.app import app
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.services import notice, supervised
+from rlbus.config import BusConfig
 from rlbus.controller import app as controller_app
 from rlbus.errors import BrokenError
 from rlbus.schemas import Lease
 from rlbus.testing import run as virtual_run
+from rlbus.workers import addresses
 from rlbus.workers import run as worker_run
 from rlbus.workers.engines import torch_engine
 
@@ -83,8 +87,8 @@ def supervised_by(error: BaseException) -> ExitCode:
     """How a service ends whose server's supervision ends so."""
 
     async def main() -> ExitCode:
-        server = cast("EmbeddedServer", FakeServer(error))
-        return await supervised(asyncio.sleep(3600.0), server, Output(is_json=False))
+        failing = cast("EmbeddedServer", FakeServer(error))
+        return await supervised(asyncio.sleep(3600.0), failing, Output(is_json=False))
 
     return virtual_run(main())
 
@@ -109,3 +113,86 @@ def test_supervision_goes_on_when_nobody_reads_its_notices(monkeypatch: pytest.M
     notice("nats-server ended with status 1; starting it again on port 4222")
     monkeypatch.undo()
     assert gone.getvalue() == "rlbus: nats-server ended with status 1; starting it again on port 4222\n"
+
+
+class FakeEmbedded:
+    """A server that listens where it is told to, at port 4222."""
+
+    def __init__(self, host: str, **_rest: object) -> None:
+        self._at = "127.0.0.1" if host == "0.0.0.0" else host
+
+    async def __aenter__(self) -> "FakeEmbedded":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    @property
+    def url(self) -> str:
+        """See EmbeddedServer."""
+        return self.url_at(self._at)
+
+    def url_at(self, host: str) -> str:
+        """See EmbeddedServer."""
+        return f"nats://t@{host}:4222"
+
+    async def supervise(self, _on_restart: object) -> NoReturn:
+        """See EmbeddedServer."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised", "host_shown"),
+    [
+        ("0.0.0.0", "gpu-7", "gpu-7"),
+        ("0.0.0.0", "", "10.1.2.3"),
+        ("127.0.0.1", "gpu-7", "127.0.0.1"),
+        ("10.1.2.4", "gpu-7", "10.1.2.4"),
+    ],
+)
+def test_up_says_where_others_reach_what_listens_everywhere(
+    monkeypatch: pytest.MonkeyPatch, host: str, advertised: str, host_shown: str
+) -> None:
+    """RLBUS_ADVERTISE_HOST, or this machine's own address; its own controller takes the shortest way."""
+    joined: list[str] = []
+
+    async def serve(
+        config: BusConfig, *, on_ready: Callable[[None], None], on_http: Callable[[str], None], **_rest: Any
+    ) -> None:
+        joined.append(config.url)
+        on_http(f"http://{host}:8001")
+        on_ready(None)
+
+    monkeypatch.setattr(controller_app, "serve", serve)
+    monkeypatch.setattr(server, "EmbeddedServer", FakeEmbedded)
+    monkeypatch.setattr(addresses, "local_address_towards", lambda _url: "10.1.2.3")
+    env = {"RLBUS_ADVERTISE_HOST": advertised}
+    done = CliRunner().invoke(app, ["up", "--host", host, "--json"], env=env)
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert (told["url"], told["http_url"]) == (f"nats://t@{host_shown}:4222", f"http://{host_shown}:8001")
+    assert joined == [f"nats://{'127.0.0.1' if host == '0.0.0.0' else host}:4222"]
+    assert f"RLBUS_URL=nats://t@{host_shown}:4222\n" in CliRunner().invoke(app, ["up", "--host", host], env=env).stdout
+
+
+def test_controller_says_where_others_reach_its_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a wildcard the address from which it reaches the bus."""
+
+    async def serve(
+        _config: object, *, on_ready: Callable[[None], None], on_http: Callable[[str], None], **_rest: Any
+    ) -> None:
+        on_http("http://[::]:8001")
+        on_ready(None)
+
+    monkeypatch.setattr(controller_app, "serve", serve)
+    monkeypatch.setattr(addresses, "local_address_towards", lambda url: {"nats://h:1": "fd00::2"}[url])
+    done = CliRunner().invoke(app, ["controller", "--url", "nats://h:1", "--json"], env={"RLBUS_ADVERTISE_HOST": ""})
+    assert json.loads(done.stdout)["http_url"] == "http://[fd00::2]:8001"
+
+
+def test_advertised_host_that_is_none_is_wrong_usage_before_anything_starts() -> None:
+    """As for a worker."""
+    for command in (["up"], ["controller", "--url", "nats://h:1"]):
+        done = CliRunner().invoke(app, command, env={"RLBUS_ADVERTISE_HOST": "http://a"})
+        assert (done.exit_code, "RLBUS_ADVERTISE_HOST" in done.stderr) == (2, True)

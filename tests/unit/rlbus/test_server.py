@@ -40,3 +40,11 @@ def test_a_disk_that_is_full_is_a_server_that_does_not_start(monkeypatch: pytest
         asyncio.run(main())
     monkeypatch.setattr(EmbeddedServer, "_write_config", full)
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("token", ["a\x00b", "a\x1bb", "a\nb", "", " ", "a\x7fb"])
+def test_a_token_that_cannot_be_told_is_refused(token: str) -> None:
+    """It isn't shown."""
+    with pytest.raises(ConfigError) as caught:
+        EmbeddedServer(token=token)
+    assert str(caught.value).startswith("token='***'")
