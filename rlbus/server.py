@@ -206,10 +206,18 @@ class EmbeddedServer:
             self._folder = None
 
     def _make_folder(self) -> tuple[Path, Path, Path]:
-        """Its own temporary folder, anew if a cleaner of /tmp has taken it; there, where it announces its port, and its
-        configuration.
+        """Its own temporary folder; there, where it announces its port, and its configuration.
+
+        If a cleaner of /tmp has taken it, it is made anew, unless state was kept there: an empty store would let a
+        controller begin at a term that the fleet has long passed.
         """
-        if self._folder is None or not self._folder.is_dir():
+        is_gone = self._folder is not None and not self._folder.is_dir()
+        if is_gone and self._jetstream and self._store_dir is None:
+            text = (
+                f"{self._folder} was removed, and what it kept there is lost; start anew, with a store_dir of your own"
+            )
+            raise BrokenError("nats-server", text)
+        if self._folder is None or is_gone:
             self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
         ports = self._folder / "ports"
         shutil.rmtree(ports, ignore_errors=True)

@@ -12,7 +12,7 @@ import typer
 from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
-from rlbus.cli.services import heard_or_not, log_as_service, supervised, until_stopped
+from rlbus.cli.services import heard_or_not, log_as_service, supervised, terminated_as_interrupted, until_stopped
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id
@@ -208,7 +208,8 @@ def demo(
         from rlbus.demo.run import main
 
         try:
-            return ExitCode(await main(engine=engine, workers=workers, updates=updates, as_json=json))
+            with terminated_as_interrupted():
+                return ExitCode(await main(engine=engine, workers=workers, updates=updates, as_json=json))
         except BrokenError as exc:
             # A piece of its own failed: "nothing there" would send the user looking for a server.
             return out.error(exc, ExitCode.FAILED)

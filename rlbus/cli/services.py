@@ -43,6 +43,16 @@ async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCo
 
 
 @contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Inside, below `run_command`, SIGTERM does what Ctrl-C does: all is taken down, and the code is 130."""
+    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def heard_or_not() -> Iterator[None]:
     """Around what a service says to people on stdout: they may be gone, or the disk full, and the service goes on."""
     try:

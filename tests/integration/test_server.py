@@ -170,20 +170,26 @@ def test_a_server_that_ends_by_itself_is_started_again_until_it_does_so_too_ofte
     asyncio.run(scenario())
 
 
-def test_a_server_whose_temporary_folder_was_removed_is_started_again() -> None:
-    """A cleaner of /tmp takes what is old; what was kept there is gone, the server comes back on its port."""
+def test_a_server_whose_temporary_folder_was_removed_comes_back_if_it_kept_nothing_there(tmp_path: Path) -> None:
+    """A cleaner of /tmp takes what is old. The store of its own goes with it, which is said, and never made empty."""
 
     async def scenario() -> None:
+        for kept in (EmbeddedServer(jetstream=False), EmbeddedServer(store_dir=tmp_path)):
+            async with kept as server:
+                folder, port = server._folder, server.port
+                assert folder is not None
+                shutil.rmtree(folder)
+                await server.restart()
+                assert listening_ports(server.pid) == {port}
+                new = server._folder
+                assert new is not None
+                assert new.stat().st_mode & 0o777 == 0o700
+            assert not new.exists()
         async with EmbeddedServer() as server:
-            folder, port = server._folder, server.port
-            assert folder is not None
-            shutil.rmtree(folder)
-            await server.restart()
-            assert listening_ports(server.pid) == {port}
-            new = server._folder
-            assert new is not None
-            assert new.stat().st_mode & 0o777 == 0o700
-        assert not new.exists()
+            assert server._folder is not None
+            shutil.rmtree(server._folder)
+            with pytest.raises(BrokenError, match="was removed, and what it kept there is lost"):
+                await server.restart()
 
     asyncio.run(scenario())
 

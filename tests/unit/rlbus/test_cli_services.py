@@ -24,7 +24,6 @@ from rlbus.schemas import Lease
 from rlbus.testing import run as virtual_run
 from rlbus.workers import addresses
 from rlbus.workers import run as worker_run
-from rlbus.workers.engines import torch_engine
 
 if TYPE_CHECKING:
     from rlbus.server import EmbeddedServer
@@ -58,6 +57,7 @@ def test_a_controller_whose_stdout_is_gone_goes_on(monkeypatch: pytest.MonkeyPat
 
 def test_torch_engine_may_read_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """RLBUS_WEIGHT_ROOTS alone is enough, as for the agent; an option wins over it."""
+    torch_engine = pytest.importorskip("rlbus.workers.engines.torch_engine", exc_type=ImportError)
     made: list[dict[str, Any]] = []
 
     async def serve(*_: object, **__: object) -> None:

@@ -3,11 +3,11 @@
 import asyncio
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from rlbus import server as module
 from rlbus.errors import BrokenError, ConfigError
 from rlbus.server import EmbeddedServer
 
@@ -36,7 +36,7 @@ def test_a_disk_that_is_full_is_a_server_that_does_not_start(monkeypatch: pytest
             await EmbeddedServer().__aenter__()
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.tempfile, "mkdtemp", full)
+        patch.setattr(tempfile, "mkdtemp", full)
         asyncio.run(main())
     monkeypatch.setattr(EmbeddedServer, "_write_config", full)
     asyncio.run(main())
