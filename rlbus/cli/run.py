@@ -12,7 +12,7 @@ import typer
 from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
-from rlbus.cli.services import log_as_service, supervised, until_stopped
+from rlbus.cli.services import heard_or_not, log_as_service, supervised, terminated_as_interrupted, until_stopped
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id
@@ -93,7 +93,9 @@ def up(
         from rlbus.controller.http.config import HttpConfig
         from rlbus.controller.service import Settings
         from rlbus.server import EmbeddedServer
+        from rlbus.workers.addresses import ELSEWHERE, WILDCARDS, advertised_host, reachable_host, reachable_url
 
+        advertised = advertised_host(os.environ)
         http = HttpConfig.from_env(host=http_host, port=http_port)
         at: dict[str, str] = {}
         name = namespace or os.environ.get("RLBUS_NAMESPACE") or DEFAULT_NAMESPACE
@@ -101,17 +103,15 @@ def up(
         settings = Settings(frontend=frontend_of(frontend_url))
         async with EmbeddedServer(store_dir=store_dir, port=port, host=host, token=secret) as server:
             config = BusConfig(url=server.url, namespace=name)
+            known_at = reachable_host(host, advertised, ELSEWHERE) if host in WILDCARDS else host
+            url = server.url_at(known_at)
 
             is_told = False
 
-            def on_ready(_controller: object) -> None:
-                nonlocal is_told
-                if is_told:  # it lost the lease for a while, and leads again
-                    return
-                is_told = True
+            def tell() -> None:
                 if json:
-                    out.document({"url": server.url, "namespace": name, "pid": os.getpid()} | at)
-                out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={server.url}")
+                    out.document({"url": url, "namespace": name, "pid": os.getpid()} | at)
+                out.line(f"rlbus is up. In other terminals:\n\n  export RLBUS_URL={url}")
                 if at:
                     out.line(f"  # over HTTP: {at['http_url']}")
                 if name != DEFAULT_NAMESPACE:
@@ -119,9 +119,18 @@ def up(
                 out.line("  rlbus worker fake        # or: rlbus worker torch DIR, rlbus worker vllm MODEL")
                 out.line("  rlbus status\n\nCtrl-C ends it.")
 
-            serving = serve_controller(
-                config, settings=settings, on_ready=on_ready, http=http, on_http=lambda base: at.update(http_url=base)
-            )
+            def on_ready(_controller: object) -> None:
+                nonlocal is_told
+                if is_told:  # it lost the lease for a while, and leads again
+                    return
+                is_told = True
+                with heard_or_not():
+                    tell()
+
+            def on_http(base: str) -> None:
+                at["http_url"] = reachable_url(base, advertised, ELSEWHERE)
+
+            serving = serve_controller(config, settings=settings, on_ready=on_ready, http=http, on_http=on_http)
             return await supervised(serving, server, out)
 
     run_command(out, lambda: until_stopped(serve()))
@@ -154,14 +163,21 @@ def controller(
 
         at: dict[str, str] = {}
         from rlbus.controller.service import Settings
+        from rlbus.workers.addresses import advertised_host, reachable_url
+
+        advertised = advertised_host(os.environ)
+
+        def on_http(base: str) -> None:
+            at["http_url"] = reachable_url(base, advertised, config.servers[0])
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
-            if json and not is_told:
-                out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role} | at)
-            is_told = True
             also = f", over HTTP on {at['http_url']}" if at else ""
-            out.line(f"controller of namespace {config.namespace} {line} on {config.url}{also}; Ctrl-C ends it")
+            with heard_or_not():
+                if json and not is_told:
+                    out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role} | at)
+                out.line(f"controller of namespace {config.namespace} {line} on {config.url}{also}; Ctrl-C ends it")
+            is_told = True
 
         await serve_controller(
             config,
@@ -170,7 +186,7 @@ def controller(
             on_standby=lambda lease: tell("standby", f"stands by for {lease.name}"),
             is_single=single,
             http=HttpConfig.from_env(host=http_host, port=http_port),
-            on_http=lambda base: at.update(http_url=base),
+            on_http=on_http,
         )
 
     run_command(out, lambda: until_stopped(serve()))
@@ -192,7 +208,8 @@ def demo(
         from rlbus.demo.run import main
 
         try:
-            return ExitCode(await main(engine=engine, workers=workers, updates=updates, as_json=json))
+            with terminated_as_interrupted():
+                return ExitCode(await main(engine=engine, workers=workers, updates=updates, as_json=json))
         except BrokenError as exc:
             # A piece of its own failed: "nothing there" would send the user looking for a server.
             return out.error(exc, ExitCode.FAILED)
@@ -264,6 +281,8 @@ def worker_torch(
             from rlbus.workers.engines.torch_engine import TorchEngine
         except ImportError as exc:
             raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
+        from rlbus.workers.config import AgentConfig
+
         announced = worker.reachable_host(host)
         return TorchEngine(
             model,
@@ -271,7 +290,7 @@ def worker_torch(
             host=host,
             port=port,
             advertise_host=announced,
-            roots=weight_root or (),
+            roots=AgentConfig.from_env(weight_roots=worker.roots or None).weight_roots,
             max_loras=max_loras,
         )
 
@@ -384,10 +403,11 @@ class _Worker:
             return
         self._is_told = True
         namespace = self._config().namespace
-        if self._json:
-            document = {"worker": self._who, "namespace": namespace, "pid": os.getpid(), "worker_pid": worker_pid}
-            self._out.document(document)
-        self._out.line(f"worker {self._who} of namespace {namespace} {line}")
+        document = {"worker": self._who, "namespace": namespace, "pid": os.getpid(), "worker_pid": worker_pid}
+        with heard_or_not():
+            if self._json:
+                self._out.document(document)
+            self._out.line(f"worker {self._who} of namespace {namespace} {line}")
 
     def run(self, make: Callable[[], "Engine"]) -> None:
         """In this process until it is stopped, or its engine dies."""

@@ -1,9 +1,12 @@
 """How commands that run a piece of rlbus live and end: until a signal, with the server that they need kept alive."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
-from collections.abc import Coroutine
+import sys
+from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -39,6 +42,33 @@ async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCo
     return ExitCode.OK if code is None else code
 
 
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Inside, below `run_command`, SIGTERM does what Ctrl-C does: all is taken down, and the code is 130."""
+    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def heard_or_not() -> Iterator[None]:
+    """Around what a service says to people on stdout: they may be gone, or the disk full, and the service goes on."""
+    try:
+        yield
+    except (OSError, ValueError, AttributeError):  # AttributeError: there is no stdout at all
+        # What is left in the buffer would fail once more, at the interpreter's own end.
+        with contextlib.suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as nobody:
+            os.dup2(nobody.fileno(), sys.stdout.fileno())
+
+
+def notice(text: str) -> None:
+    """Say on stderr what a service has just done by itself, to whoever is there to read it."""
+    with contextlib.suppress(OSError, ValueError):
+        typer.echo(f"rlbus: {text}", err=True)
+
+
 async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer", out: Output) -> ExitCode:
     """Run a service until it ends, and start the server that it needs again whenever that ends by itself.
 
@@ -46,7 +76,7 @@ async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer
     """
     loop = asyncio.get_running_loop()
     serving = loop.create_task(service)
-    watching = loop.create_task(server.supervise(lambda text: typer.echo(f"rlbus: {text}", err=True)))
+    watching = loop.create_task(server.supervise(notice))
     try:
         await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -57,6 +87,8 @@ async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer
         out.error(BrokenError(broken.what, broken.problem.partition("\n")[0]))
         typer.echo(broken.problem.partition("\n")[2], err=True)
         return ExitCode.FAILED
+    if not watching.cancelled():
+        watching.result()
     serving.result()
     return ExitCode.OK
 

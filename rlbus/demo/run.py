@@ -7,6 +7,7 @@ service manager would, and the training goes on. The demo ends within bounds, an
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -60,6 +61,8 @@ def _check(engine: str, workers: int, updates: int) -> None:
 
 
 async def _run(console: Console, engine: str, workers: int, updates: int) -> Summary:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("engine", engine, 'the demo trains with torch: pip install "rlbus[torch]"')
     title = f"rlbus demo: {workers} x {engine}, {updates} updates"
     steps: list[StepDone] = []
     with _folder() as folder, StepTable(console, title) as table:
@@ -127,11 +130,11 @@ async def _start_trainer(
     stack: contextlib.AsyncExitStack, url: str, engine: str, workers: int, updates: int, model: Path, folder: Path
 ) -> Child:
     policy = "transformers" if engine == "vllm" else "torch"
-    argv = [sys.executable, "-m", "rlbus.demo.trainer", "--url", url, "--namespace", NAMESPACE, "--model", str(model)]
+    argv = [sys.executable, "-m", "rlbus.demo.trainer", "--model", str(model)]
     argv += ["--policy", policy, "--vocab-size", str(VOCAB_SIZE), "--workers", str(workers), "--updates", str(updates)]
-    child = await Child.start(
-        "trainer", argv, env={"OMP_NUM_THREADS": "1"}, log=folder / "trainer.log", stdout=asyncio.subprocess.PIPE
-    )
+    # The URL has the token: it is none of the arguments, which everybody on the machine can read.
+    env = {"OMP_NUM_THREADS": "1", "RLBUS_URL": url, "RLBUS_NAMESPACE": NAMESPACE}
+    child = await Child.start("trainer", argv, env=env, log=folder / "trainer.log", stdout=asyncio.subprocess.PIPE)
     stack.push_async_callback(child.stop)
     return child
 

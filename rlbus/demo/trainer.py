@@ -225,8 +225,8 @@ def train(args: argparse.Namespace) -> None:
 def main() -> int:
     """Entry of the process: 0 when every step was done, 1 with a `Failed` event otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--url", help="default: RLBUS_URL")
+    parser.add_argument("--namespace", help="default: RLBUS_NAMESPACE")
     parser.add_argument("--model", required=True)
     parser.add_argument("--policy", choices=("transformers", "torch"), required=True)
     parser.add_argument("--vocab-size", type=int, required=True)

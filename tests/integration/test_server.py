@@ -113,11 +113,12 @@ def test_a_given_token_may_hold_any_character() -> None:
     """It is quoted in the URL and in the configuration."""
 
     async def scenario() -> None:
-        async with EmbeddedServer(token='a/b@c:d "e"#%') as server:
-            transport = await connect_nats(BusConfig(url=server.url), name="t")
-            await transport.barrier(LIMIT_S)
-            assert transport.is_connected
-            await transport.aclose()
+        for token in ('a/b@c:d "e"#%', "p\u00e4ss\u00e9 \N{SNOWMAN} \\"):
+            async with EmbeddedServer(token=token) as server:
+                transport = await connect_nats(BusConfig(url=server.url), name="t")
+                await transport.barrier(LIMIT_S)
+                assert transport.is_connected
+                await transport.aclose()
 
     asyncio.run(scenario())
 
@@ -169,6 +170,30 @@ def test_a_server_that_ends_by_itself_is_started_again_until_it_does_so_too_ofte
     asyncio.run(scenario())
 
 
+def test_a_server_whose_temporary_folder_was_removed_comes_back_if_it_kept_nothing_there(tmp_path: Path) -> None:
+    """A cleaner of /tmp takes what is old. The store of its own goes with it, which is said, and never made empty."""
+
+    async def scenario() -> None:
+        for kept in (EmbeddedServer(jetstream=False), EmbeddedServer(store_dir=tmp_path)):
+            async with kept as server:
+                folder, port = server._folder, server.port
+                assert folder is not None
+                shutil.rmtree(folder)
+                await server.restart()
+                assert listening_ports(server.pid) == {port}
+                new = server._folder
+                assert new is not None
+                assert new.stat().st_mode & 0o777 == 0o700
+            assert not new.exists()
+        async with EmbeddedServer() as server:
+            assert server._folder is not None
+            shutil.rmtree(server._folder)
+            with pytest.raises(BrokenError, match="was removed, and what it kept there is lost"):
+                await server.restart()
+
+    asyncio.run(scenario())
+
+
 def test_a_store_serves_one_server_at_a_time(tmp_path: Path) -> None:
     """The second is refused by name; when the first has ended, the folder is free."""
 
@@ -195,6 +220,34 @@ def test_a_port_in_use_is_a_wrong_setting() -> None:
         ):
             await EmbeddedServer(port=taken.getsockname()[1]).__aenter__()
         assert leftovers() <= before
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"), [("203.0.113.1", "cannot assign requested address"), ("no such.invalid", "no such host")]
+)
+def test_an_address_of_another_machine_is_a_wrong_setting(host: str, problem: str) -> None:
+    """In one line with the server's reason, and without the rest of its log."""
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match=f"host='{host}': can't listen there: {problem}$"):
+            await EmbeddedServer(host=host).__aenter__()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("host", "reached_at"), [("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]")])
+def test_a_server_that_listens_everywhere_is_reached_on_loopback_from_here(host: str, reached_at: str) -> None:
+    """A wildcard is no address to connect to; others take one of this machine's own."""
+
+    async def scenario() -> None:
+        async with EmbeddedServer(host=host) as server:
+            assert server.url == f"nats://{server.token}@{reached_at}:{server.port}"
+            assert server.url_at("fd00::2") == f"nats://{server.token}@[fd00::2]:{server.port}"
+            transport = await connect_nats(BusConfig(url=server.url), name="t")
+            await transport.barrier(LIMIT_S)
+            await transport.aclose()
 
     asyncio.run(scenario())
 
