@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 from rlbus.schemas import PauseGeneration, PauseMode, PauseView, WeightsState, WeightsView
+from rlbus.workers.draft import draft_is_stuck
 from rlbus.workers.engines.found import Found
 from rlbus.workers.ledger import Noted
 from rlbus.workers.sleeping import PAUSE_SUFFIX
@@ -32,12 +33,16 @@ def adopt(
     """
     weights = _weights(state.weights, None if past is None else past.weights, found.label, found.is_torn)
     state = replace(state, weights=weights, owes_flush=found.is_paused or found.has_torn)
-    if state.draft is not None:
+    if state.draft is not None or found.is_draft_torn:
+        # A torn one is generated with, too, where no update of it is served (its checkpoint can't be read any more).
+        fresh = INITIAL if state.draft is None else state.draft
         before = None if past is None else past.draft
         state = replace(state, draft=_weights(state.draft, before, found.draft_label, found.is_draft_torn))
     # What it still lists of them it reads, however long ago it was loaded; a name that it doesn't list is free.
     state = replace(state, found_sums=loras)
     if past is not None and not loras:
+        state = replace(state, draft=_weights(fresh, before, found.draft_label, found.is_draft_torn))
+    if past is not None:
         # An engine that lists one of them still has these bytes under that name; another one lists none.
         state = replace(state, known_sums=past.loras, found_sums=past.loras)
     if past is not None and found.is_paused and (asleep := frozenset(past.asleep) & state.sleep_tags):
@@ -54,7 +59,9 @@ def in_words(state: WorkerState, found: Found) -> str:
     """How the engine was found, and what is made of it, for the log."""
     held, weights, draft = "paused" if found.is_paused else "running", state.weights, state.draft
     text = f"{held}; its weights are {weights.state.value} at {weights.version}"
-    return text if draft is None else f"{text}, those of its draft model {draft.state.value} at {draft.version}"
+    if draft is None:
+        return text
+    return f"{text}, those of its draft model {draft.state.value} at {draft.version}{draft_is_stuck(state)}"
 
 
 def is_ours(found: Found) -> bool:

@@ -38,6 +38,7 @@ from rlbus.workers.answers import Answers, bad_message, find_op_id
 from rlbus.workers.beside import Beside
 from rlbus.workers.checks import fault
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.disk import DISK
 from rlbus.workers.draft import INITIAL as INITIAL_DRAFT
 from rlbus.workers.draft import is_for_draft, torn_part
 from rlbus.workers.engines.base import Engine, Observed
@@ -112,6 +113,7 @@ class Agent:
         self._engine = engine
         self._bus = bus
         self._config = AgentConfig() if config is None else config
+        DISK.know(self._config)
         self._subject = subjects.worker(namespace, component, instance_id)
         self._patterns = subjects.commands_for(namespace, component, instance_id)
         info = engine.info

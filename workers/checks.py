@@ -35,7 +35,7 @@ from rlbus.schemas import (
     route_of,
 )
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
-from rlbus.workers.draft import is_committed, is_for_draft, torn_part, weights_of
+from rlbus.workers.draft import draft_is_stuck, is_committed, is_for_draft, torn_part, weights_of
 from rlbus.workers.state import Running, WorkerState
 
 # Longest lease that a pause may have, in seconds: what is to hold longer than a day is an explicit hold.
@@ -140,6 +140,9 @@ def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
         return None
     what, weights = torn
     or_reload = " or a reload" if weights is state.weights else ""
+    heals = f"; a full update{or_reload} makes them clean"
+    if weights is not state.weights and (stuck := draft_is_stuck(state)):
+        heals = stuck
     if state.session is not None:
         update = state.session.update_op_id
         return fault(
@@ -151,7 +154,7 @@ def _check_resume(state: WorkerState, body: ResumeGeneration) -> Fault | None:
         )
     return fault(
         FaultCode.DIRTY,
-        f"{what} are {weights.state.value}; a full update{or_reload} makes them clean",
+        f"{what} are {weights.state.value}{heals}",
         state=weights.state.value,
         last_good=weights.last_good,
     )

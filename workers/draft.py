@@ -7,6 +7,7 @@ exactly one of them, and leaves the other as it is; their versions have nothing 
 from dataclasses import replace
 
 from rlbus.schemas import (
+    DRAFT_ROUTE,
     WHOLE,
     CommitWeights,
     PrepareDraftUpdate,
@@ -51,6 +52,15 @@ def torn_part(state: WorkerState) -> tuple[str, WeightsView] | None:
     if state.draft is not None and state.draft.state not in WHOLE:
         return "the draft model's weights", state.draft
     return None
+
+
+def draft_is_stuck(state: WorkerState) -> str:
+    """What frees a worker whose draft is torn where no update of it is served, to follow on what is said of it; else
+    nothing.
+    """
+    if state.draft is None or state.draft.state in WHOLE or DRAFT_ROUTE in state.routes:
+        return ""
+    return "; no update reaches it here: restart the engine's server, or resume with force"
 
 
 def is_whole(state: WorkerState) -> bool:

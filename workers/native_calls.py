@@ -18,7 +18,7 @@ from rlbus.schemas import (
 )
 from rlbus.workers.checks import fault, next_version
 from rlbus.workers.engines.base import Engine, UpdateFailedError
-from rlbus.workers.engines.native import NativeEngine, info_of
+from rlbus.workers.engines.native import ChecksInit, NativeEngine, info_of
 from rlbus.workers.moves import Action, Event, SessionClosed, Started
 from rlbus.workers.state import WorkerState
 
@@ -57,6 +57,8 @@ async def perform(
     match body:
         case InitTransfer():
             info = info_of(body.info)
+            if isinstance(engine, ChecksInit):
+                engine.check_init(info)
             await _give_up_open(engine, around)
             around.apply(Started(op_id))
             await native.init_native(info)

@@ -51,13 +51,16 @@ def manifest_problem(
 def path_problem(
     path: str, roots: tuple[str, ...], kind: str = "weight root", variable: str = "RLBUS_WEIGHT_ROOTS"
 ) -> Fault | None:
-    """Why nothing may be loaded from `path`, or None. Links are followed before the comparison."""
+    """Why nothing may be loaded from `path`, or None. Links are followed before the comparison, those of the root that
+    the path names first: another one may lie on a disk that hangs.
+    """
     if not roots:
         return fault(FaultCode.WRONG_STATE, f"this worker has no {kind}; start it with one ({variable})", path=path)
     try:
         real = Path(os.path.realpath(path))
     except (ValueError, OSError) as exc:  # a NUL in it, links without end
         return fault(FaultCode.WRONG_STATE, f"{path!r} is no path that can be loaded from ({exc})", path=path)
-    if not Path(path).is_absolute() or not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
+    likely = sorted(roots, key=lambda root: not (Path(path).is_relative_to(root) or real.is_relative_to(root)))
+    if not Path(path).is_absolute() or not any(real.is_relative_to(os.path.realpath(root)) for root in likely):
         return fault(FaultCode.WRONG_STATE, f"{path} is not below a {kind} of this worker", path=path)
     return None

@@ -308,7 +308,7 @@ class Slot:
     def _give_up_waiting(self, op: _Op) -> None:
         # An adapter is unloaded all the same once its load has ended, so "refused" would be a lie.
         is_refused = not isinstance(op.command.body, UnloadLora)
-        self._end(op, Outcome(fault=_not_let_go(op), is_refused=is_refused))
+        self._end(op, Outcome(fault=_not_let_go(op, self._op_id), is_refused=is_refused))
 
     def _end(self, op: _Op, outcome: Outcome) -> None:
         """Record the one result, and send it to all who wait."""
@@ -335,5 +335,6 @@ class Slot:
             self._host.answers.progress(record)
 
 
-def _not_let_go(op: _Op) -> Fault:
-    return fault(FaultCode.BUSY, f"{route_of(op.command.body)}: the op before it didn't let go in time", retryable=True)
+def _not_let_go(op: _Op, before: str | None) -> Fault:
+    message = f"{route_of(op.command.body)}: the op before it didn't let go in time"
+    return fault(FaultCode.BUSY, message, op_id=before, retryable=True)

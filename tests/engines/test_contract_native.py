@@ -11,11 +11,11 @@ from typing import cast
 
 import pytest
 
-from rlbus.errors import EngineError
+from rlbus.errors import EngineError, RefusedError
 from rlbus.schemas import FaultCode, Generation
 from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.contract import A, B, CaseRunner, OpenedEngine, paused, tokens, update
-from rlbus.workers.engines.native import NATIVE_ROUTES, NativeEngine
+from rlbus.workers.engines.native import NATIVE_ROUTES, ChecksInit, NativeEngine
 from tests.engines.native_side import NativeSide
 
 pytestmark = pytest.mark.engine
@@ -210,15 +210,18 @@ def test_update_may_come_in_several_parts(runner: CaseRunner) -> None:
 
 @pytest.mark.parametrize("wrong", [{"rank_offset": 0}, {"world_size": 2}, {"packed": True}, {"master_port": "1"}])
 def test_a_group_that_makes_no_sense_is_refused_at_once(runner: CaseRunner, wrong: dict[str, object]) -> None:
-    """No group, and nobody waits."""
+    """No group, and nobody waits; the engine can tell without a group being left."""
 
     async def check(opened: OpenedEngine) -> None:
         side = side_of(opened)
         info = side.init_info() | {"rank_offset": 2, "world_size": 1 + opened.engine.info.world_size + 1} | wrong
         async with asyncio.timeout(2.0):
-            with pytest.raises(EngineError) as caught:
+            with pytest.raises(RefusedError) as caught:
                 await engine_of(opened).init_native(info)
-        assert caught.value.code is FaultCode.GROUP_FAILED
+        assert caught.value.code is FaultCode.BAD_MESSAGE
+        assert isinstance(opened.engine, ChecksInit)
+        with pytest.raises(RefusedError, match="init_info"):
+            opened.engine.check_init(info)
         side.leave()
 
     runner.run(check)

@@ -36,7 +36,7 @@ from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, Exchange, FolderError, RankOutcome
-from rlbus.workers.vllm_server.ranks import CALL_S
+from rlbus.workers.vllm_server.ranks import CALL_S, Left
 from rlbus.workers.vllm_server.updates import Updates
 from rlbus.workers.vllm_server.updating import UpdatingEngine
 
@@ -152,14 +152,16 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
             raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=text))
         self._expected = await asyncio.to_thread(model_tensors, listed.model, self._options.model_dir)
         self._exchange = Exchange(self._options.run_dir)
-        is_torn = await self._take_over(self._exchange)
-        has_transfer = is_torn is not None
-        if is_torn is None:
+        left = await self._take_over(self._exchange)
+        has_transfer = left is not None
+        if left is None:
             self._updates = self._make_updates(self._exchange, has_transfer=False)
         is_paused = await self._surface.is_paused() if _DISK in listed.routes else None
         if self._options.max_loras and listed.routes >= NEEDED and await self._surface.has_loras():
             self._loras = DynamoLoras(self._surface, self._calls, capacity=self._options.max_loras)
-        self._found = Found(await self._label(), is_paused is True, is_torn is True)
+        self._found = (Left() if left is None else left).found(
+            await self._label(), is_paused=is_paused is True, has_draft=False
+        )
         self._info = EngineInfo(
             engine="dynamo",
             model=listed.model,
@@ -198,9 +200,9 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
             has_transfer=has_transfer,
         )
 
-    async def _take_over(self, exchange: Exchange) -> bool | None:
-        """Whether an update was left open in the middle of the weights; None without our transfer backend, which every
-        rank has to answer for, in our folder.
+    async def _take_over(self, exchange: Exchange) -> Left | None:
+        """How the ranks were left; None without our transfer backend, which every rank has to answer for, in our
+        folder.
         """
         wanted = self._options.has_transfer
         if self._expected is None or not self._listed.routes >= _GROUP | _LABELS or wanted is False:
@@ -209,7 +211,7 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
             return None
         self._updates = self._make_updates(exchange, has_transfer=True)
         try:
-            return (await self._updates.take_over()).is_torn
+            return await self._updates.take_over()
         except (EngineDeadError, FolderError):
             raise
         except EngineError as exc:

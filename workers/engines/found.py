@@ -14,7 +14,8 @@ class Found:
     """How an engine was found at the start of its adapter.
 
     `label` is its own label of its weights, None if it has none. `is_torn` says that an update ended in their middle:
-    they aren't to be generated on. The same of its draft model, if it lists DRAFT_ROUTE.
+    they aren't to be generated on. The same of its draft model: that it is torn, whoever could update it, the label
+    only if it lists DRAFT_ROUTE.
     """
 
     label: str | None

@@ -6,7 +6,7 @@ end. An engine that implements it lists the routes of `rlbus.schemas.native`.
 """
 
 import json
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rlbus.errors import refused
 from rlbus.schemas import FaultCode, Version
@@ -29,7 +29,8 @@ class NativeEngine(Protocol):
     async def init_native(self, info: dict[str, Any]) -> None:
         """Join the group that `info` describes, with all ranks; any group before is left.
 
-        Raises EngineError (`group_failed`): nobody came, or it makes no sense to the backend.
+        Raises EngineError (`group_failed`): nobody came, or it makes no sense to the backend; RefusedError: see
+            `ChecksInit`.
         Cancel or failure: no group.
         """
         ...
@@ -50,6 +51,15 @@ class NativeEngine(Protocol):
 
     async def finish_native(self, version: Version) -> None:
         """Make what was received the model's, and label it. Raises UpdateFailedError. Cancel: as `update_native`."""
+        ...
+
+
+@runtime_checkable
+class ChecksInit(Protocol):
+    """A `NativeEngine` that can tell what makes no sense before anything is done, so that it costs nobody's update."""
+
+    def check_init(self, info: dict[str, Any]) -> None:
+        """Raise RefusedError (`bad_message`) if `init_native` can't be called so. Quick; changes nothing."""
         ...
 
 

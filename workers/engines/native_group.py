@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from rlbus.errors import EngineError, FaultError
+from rlbus.errors import FaultError, refused
 from rlbus.schemas import Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, Rendezvous, TensorSpec
 from rlbus.schemas import Version as WeightsVersion
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
@@ -111,17 +111,13 @@ class GroupedNative:
         # An earlier part of the update that is open is in place.
         self._is_touched = False
 
+    def check_init(self, info: dict[str, Any]) -> None:
+        """See `ChecksInit`."""
+        self._parsed(info)
+
     async def init_native(self, info: dict[str, Any]) -> None:
         """See `NativeEngine`."""
-        try:
-            parsed = msgspec.convert(info, InitInfo, strict=True)
-        except msgspec.ValidationError as exc:
-            raise _no_group(f"init_info: {exc}") from exc
-        num_ranks = self._engine.info.world_size
-        last = parsed.rank_offset + num_ranks - 1
-        if last >= parsed.world_size:
-            have = f"this worker has ranks {parsed.rank_offset} to {last}"
-            raise _no_group(f"init_info: {have}, and world_size is {parsed.world_size}")
+        parsed, num_ranks = self._parsed(info), self._engine.info.world_size
         span = RankSpan(component="native", instance_id="0", first=parsed.rank_offset, num_ranks=num_ranks)
         self._bucket_bytes = parsed.bucket_bytes
         await self._engine.join_group(plan_of(parsed), span)
@@ -160,6 +156,14 @@ class GroupedNative:
         """See `NativeEngine`."""
         await self._engine.finish_update(version)
 
-
-def _no_group(message: str) -> EngineError:
-    return EngineError(Fault(code=FaultCode.GROUP_FAILED, message=message))
+    def _parsed(self, info: dict[str, Any]) -> InitInfo:
+        """Raises RefusedError: a field is wrong, or the group has no room for this worker's ranks."""
+        try:
+            parsed = msgspec.convert(info, InitInfo, strict=True)
+        except msgspec.ValidationError as exc:
+            raise refused(FaultCode.BAD_MESSAGE, f"init_info: {exc}") from exc
+        last = parsed.rank_offset + self._engine.info.world_size - 1
+        if last >= parsed.world_size:
+            have = f"this worker has ranks {parsed.rank_offset} to {last}"
+            raise refused(FaultCode.BAD_MESSAGE, f"init_info: {have}, and world_size is {parsed.world_size}")
+        return parsed

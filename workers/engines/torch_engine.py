@@ -320,6 +320,10 @@ class TorchEngine(TorchLoras):
 
     # --- an update that somebody else's trainer drives
 
+    def check_init(self, info: dict[str, Any]) -> None:
+        """See `ChecksInit`."""
+        self._native.check_init(info)
+
     async def init_native(self, info: dict[str, Any]) -> None:
         """See `GroupedNative`."""
         await self._native.init_native(info)

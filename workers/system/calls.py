@@ -213,9 +213,12 @@ class Call:
 
 
 def is_busy(result: Result) -> bool:
-    """Whether nothing was done because another op runs."""
-    is_refused = result.status is ResultStatus.REFUSED
-    return is_refused and result.fault is not None and result.fault.code is FaultCode.BUSY
+    """Whether nothing was done because another op runs, which ends by itself and so is worth waiting for. An update
+    that is open doesn't; and a disk or an engine that calls itself busy names no op.
+    """
+    if result.status is not ResultStatus.REFUSED or result.fault is None or result.fault.code is not FaultCode.BUSY:
+        return False
+    return "op_id" in result.fault.detail and "open" not in result.fault.detail
 
 
 class OpError(RLBusError):

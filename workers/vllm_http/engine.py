@@ -253,6 +253,10 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
 
     # --- an update that somebody else's trainer drives, see `NativeEngine`: over rlbus's backend in the server only
 
+    def check_init(self, info: dict[str, Any]) -> None:
+        """See `ChecksInit`."""
+        self._ready().check_init(info)
+
     async def init_native(self, info: dict[str, Any]) -> None:
         """See `NativeEngine`."""
         await self._ready().init_native(info)

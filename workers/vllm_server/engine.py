@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlbus.errors import EngineError, refused
+from rlbus.errors import EngineDeadError, EngineError, refused
 from rlbus.schemas import (
     DRAFT_ROUTE,
     LORA_ROUTES,
@@ -99,6 +99,8 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
             has_loras = False
         self._loras = VllmLoras(llm, self._calls, models, self._parent) if has_loras else None
         self._passed = PassedNative(llm, self._calls)
+        # Whether they have our transfer backend, on this machine.
+        self._has_ranks = False
         self._exchange: Exchange | None = None
         self._info: EngineInfo | None = None
 
@@ -169,13 +171,29 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
 
         Raises: EngineError, EngineDeadError. Cancel: called again, it finishes.
         """
-        left = await self._ready().take_over() if self.info.backends else Left()
-        if left.draft is not None:
+        left = await self._left()
+        if left.draft is not None and self.info.backends:
             self._draft = await asyncio.to_thread(expected_from, left.draft)
         if self._draft is not None:
             self._info = replace(self.info, routes=self.info.routes | {DRAFT_ROUTE})
         label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
         return replace(left, is_torn=left.is_torn or label == TORN)
+
+    async def _left(self) -> Left:
+        """What the ranks say. They are asked even if no update can be checked: the draft may be torn all the same, and
+        only they know. Then it is no error if they don't answer, since nothing else will be asked of them.
+        """
+        if not self._has_ranks:
+            return Left()
+        try:
+            return await self._ready().take_over()
+        except EngineDeadError:
+            raise
+        except EngineError as exc:
+            if self.info.backends:
+                raise
+            _log.warning("whether a draft model was left torn isn't known: %s", exc)
+            return Left()
 
     def _backends(self) -> tuple[str, ...]:
         """What the server can join; nothing, and why in the log, if it can't take an update over a group."""
@@ -185,7 +203,8 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
             has = "no weight transfer" if transfer is None else f"weight transfer {transfer.backend!r}"
             _log.info("updates over a group are off: the server has %s, not one of %s", has, ", ".join(BACKENDS))
             return ()
-        if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray" or self._expected is None:
+        self._has_ranks = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray"
+        if not self._has_ranks or self._expected is None:
             _log.info("updates over a group are off: the engine spans machines, or its tensors can't be told")
             return ()
         has_cuda = config.device_config.device_type == "cuda"

@@ -34,23 +34,23 @@ class Left:
     """How agents before this one have left an engine: with an update open, and which weights torn in the middle of one.
 
     `draft` is the draft model that every rank can update, None without one; its label is TORN if a rank's is, or if
-    they don't agree on another.
+    they don't agree on another. `is_draft_torn` says that of any draft: it is generated with, whoever could update it.
     """
 
     is_open: bool = False
     is_torn: bool = False
     draft: RankDraft | None = None
+    is_draft_torn: bool = False
 
     def in_words(self) -> str:
         """What is torn."""
-        is_draft_torn = self.draft is not None and self.draft.label == TORN
-        parts = [name for name, is_torn in (("target", self.is_torn), ("draft", is_draft_torn)) if is_torn]
+        parts = [name for name, is_torn in (("target", self.is_torn), ("draft", self.is_draft_torn)) if is_torn]
         return f"torn ({' and '.join(parts)})" if parts else "whole"
 
     def found(self, label: str | None, *, is_paused: bool, has_draft: bool) -> Found:
         """For the agent. `has_draft`: the draft model is one that it may update."""
         draft_label = None if self.draft is None or not has_draft else self.draft.label
-        return Found(label, is_paused, self.is_torn, draft_label, draft_label == TORN)
+        return Found(label, is_paused, self.is_torn, draft_label, self.is_draft_torn)
 
 
 def left_of(said: Sequence[RankOutcome]) -> Left:
@@ -63,6 +63,7 @@ def left_of(said: Sequence[RankOutcome]) -> Left:
         is_open=any(outcome.is_open for outcome in said),
         is_torn=any(outcome.weights_touched for outcome in said),
         draft=draft,
+        is_draft_torn=any(one.label == TORN for one in (*drafts, draft) if one is not None),
     )
 
 

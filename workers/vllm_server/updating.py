@@ -16,7 +16,7 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, ProgressFn, ReadyFn, ReceiveOrder
-from rlbus.workers.engines.native import NativeEngine
+from rlbus.workers.engines.native import ChecksInit, NativeEngine
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
@@ -100,6 +100,11 @@ class UpdatingEngine:
         return await self._ready().draft_checksums()
 
     # --- an update that somebody else's trainer drives, see `NativeEngine`
+
+    def check_init(self, info: dict[str, Any]) -> None:
+        """See `ChecksInit`. What vLLM's own backends take, only they know."""
+        if isinstance(self._native, ChecksInit):
+            self._native.check_init(info)
 
     async def init_native(self, info: dict[str, Any]) -> None:
         """See `NativeEngine`."""

@@ -9,6 +9,7 @@ import pytest
 
 from rlbus.controller.op_ids import is_pause_of_op
 from rlbus.schemas import (
+    DRAFT_ROUTE,
     FaultCode,
     LoraState,
     PauseGeneration,
@@ -24,6 +25,7 @@ from rlbus.schemas import (
 )
 from rlbus.testing import run
 from rlbus.workers.adoption import FOUND_LEASE_S, INITIAL, adopt
+from rlbus.workers.checks import check_body
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.engines.found import Found
@@ -39,6 +41,7 @@ pytestmark = pytest.mark.unit
 FRESH = WorkerState(component="backend", instance_id="7", world_size=1, routes=frozenset())
 V7 = Version(step=7)
 CLEAN_7 = WeightsView(state=WeightsState.CLEAN, version=V7, last_good=V7)
+DIRTY = WeightsView(state=WeightsState.DIRTY)
 BOTH = frozenset(SleepTag)
 
 
@@ -111,9 +114,25 @@ def test_torn_draft_stays_torn_and_the_target_is_what_it_was() -> None:
     assert (state.weights, state.draft, state.owes_flush) == (CLEAN_7, torn, True)
     state = adopt(come_back(fresh, before), before, Found("torn", False, is_torn=True, draft_label="0.7"), 100.0)
     assert (state.weights, state.draft) == (torn, CLEAN_7)
-    # An engine whose draft can't be updated any more has none.
+    # No less where it can't be updated any more; a whole one isn't shown there.
     state = adopt(come_back(FRESH, before), before, Found("0.7", False, False, is_draft_torn=True), 100.0)
-    assert state.draft is None
+    assert (state.weights, state.draft, state.owes_flush) == (CLEAN_7, torn, True)
+    assert adopt(FRESH, None, Found("0.7", False, False, is_draft_torn=True), 100.0).draft == DIRTY
+    assert adopt(come_back(FRESH, before), before, Found("0.7", False, False), 100.0).draft is None
+
+
+def test_torn_draft_that_no_update_reaches_keeps_the_engine_from_generating_and_says_what_frees_it() -> None:
+    """Its checkpoint can't be read any more, so the route isn't served: a restart of the server does, or force."""
+    state = adopted(None, Found("0.7", is_paused=True, is_torn=False, is_draft_torn=True))
+    state = replace(state, routes=frozenset({"resume_generation"}))
+    fault = check_body(state, ResumeGeneration())
+    assert fault is not None
+    assert fault.code is FaultCode.DIRTY
+    assert "no update reaches it here: restart the engine's server, or resume with force" in fault.message
+    assert check_body(state, ResumeGeneration(force=True)) is None
+    fault = check_body(replace(state, routes=frozenset({DRAFT_ROUTE})), ResumeGeneration())
+    assert fault is not None
+    assert fault.message.endswith("a full update makes them clean")
 
 
 def test_draft_is_at_the_version_that_was_noted_only_if_the_engine_says_so() -> None:

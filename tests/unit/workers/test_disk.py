@@ -13,12 +13,13 @@ import pytest
 
 import rlbus.workers
 from rlbus.errors import BusyError
-from rlbus.schemas import FaultCode, FolderSource
+from rlbus.schemas import FaultCode, FolderSource, Version
 from rlbus.testing import run
 from rlbus.workers import disk as disk_module
 from rlbus.workers import folder_sums, preconditions
 from rlbus.workers.config import AgentConfig
-from rlbus.workers.disk import DiskThreads
+from rlbus.workers.disk import DiskThreads, mounted, place_of
+from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.system.testing import Front, on_surface
@@ -138,18 +139,80 @@ def test_only_reads_for_nobody_count(hung: HungDisk) -> None:
     """Work that is merely slow, of many workers in one process, isn't refused; what it raises is raised."""
 
     async def main() -> None:
-        threads = DiskThreads(max_hung=1)
+        threads = DiskThreads(max_hung=1, mounts=lambda: ["/dead"])
         slow = [await hung.hold(threads.run(lambda: hung.look(DEAD), DEAD)) for _ in range(4)]
         assert await threads.run(lambda: "read", "/tmp") == "read"
         await hung.meets(threads.run(lambda: hung.look(DEAD), DEAD))
-        with pytest.raises(BusyError, match="/tmp isn't read") as refused:
-            await threads.run(lambda: "read", "/tmp")
+        with pytest.raises(BusyError, match="/dead/y isn't read: 1 reads on /dead") as refused:
+            await threads.run(lambda: "read", "/dead/y")
         assert refused.value.fault.retryable
         hung.come_back()
         assert all(isinstance(found, OSError) for found in await asyncio.gather(*slow, return_exceptions=True))
-        assert await threads.run(lambda: "read", "/tmp") == "read"
+        assert await threads.run(lambda: "read", "/dead/y") == "read"
 
     run(main())
+
+
+def test_a_mount_that_hangs_costs_only_what_lies_on_it(hung: HungDisk) -> None:
+    """Whatever else is mounted, or a root or a copies' folder of a worker, is read on."""
+
+    async def main() -> None:
+        threads = DiskThreads(max_hung=1, mounts=lambda: ["/", "/dead"])
+        threads.know(AgentConfig(weight_roots=("/dead/x/link",), lora_roots=("/loras",), lora_cache_dir="/cache"))
+        await hung.meets(threads.run(lambda: hung.look(DEAD), DEAD))
+        for path in ("/good/step_1", "/dead/x/link/step_1", "/cache/w", "/deadly", "relative"):
+            assert await threads.run(lambda: "read", path) == "read"
+        for path in ("/dead", "/dead/x", "//dead/y", "/cache/../dead/y"):
+            with pytest.raises(BusyError):
+                await threads.run(lambda: "read", path)
+        hung.come_back()
+
+    run(main())
+
+
+def test_a_root_that_is_a_link_to_a_dead_disk_does_not_cost_the_disk_that_it_is_on(hung: HungDisk) -> None:
+    """Where it leads can't be asked, so it counts for itself, as does the folder of a worker's copies beside it."""
+
+    async def main() -> None:
+        threads = DiskThreads(max_hung=1, mounts=lambda: ["/"])
+        threads.know(AgentConfig(weight_roots=(DEAD,), lora_cache_dir="/cache"))
+        await hung.meets(threads.run(lambda: hung.look(DEAD), f"{DEAD}/step_1"))
+        assert await threads.run(lambda: "read", "/cache/w") == "read"
+        with pytest.raises(BusyError):
+            await threads.run(lambda: "read", f"{DEAD}/step_2")
+        hung.come_back()
+
+    run(main())
+
+
+def test_a_heal_of_a_worker_with_two_roots_goes_on_while_one_of_them_hangs(
+    hung: HungDisk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each counts for itself, and the other isn't looked at. The limit ends a read that never does."""
+    good = str(tmp_path / "step_1")
+    FakeEngine.save(Path(good), Version(step=1))
+    threads = DiskThreads(max_hung=1, mounts=lambda: ["/"])
+    for name in ("run", "know"):
+        monkeypatch.setattr(disk_module.DISK, name, getattr(threads, name))
+
+    async def scenario(front: Front) -> None:
+        await front.post("/pause")
+        for path, limit_s, status in ((DEAD, 0.01, 504), (DEAD, 0.01, 503), (good, 60.0, 200)):
+            answer = await front.post("/update_weights", {"weight_dir": path}, x_rlbus_limit_s=f"{limit_s}")
+            assert answer.status_code == status, answer.text
+        hung.come_back()
+
+    on_surface(scenario, config=AgentConfig(weight_roots=(DEAD, str(tmp_path))))
+
+
+def test_what_is_mounted_is_read_from_the_list_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are unescaped; a system without the list has one disk."""
+    (tmp_path / "mounts").write_text("overlay / overlay rw 0 0\nnas:/a /mnt/my\\040nas nfs4 rw 0 0\n")
+    monkeypatch.setattr(disk_module, "MOUNTS", tmp_path / "mounts")
+    assert mounted() == ("/", "/mnt/my nas")
+    assert place_of("/mnt/my nas/x", mounted()) == "/mnt/my nas"
+    monkeypatch.setattr(disk_module, "MOUNTS", tmp_path / "none")
+    assert place_of("/mnt/my nas/x", mounted()) == "/"
 
 
 def test_workers_read_no_named_folder_in_the_threads_of_the_loop() -> None:

@@ -21,7 +21,7 @@ from rlbus.workers.dynamo.engine import DynamoEngine, EngineOptions
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.surface import ROUTES, Began
 from rlbus.workers.peer_http import Peer
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, RankOutcome
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, CallFolder, RankDraft, RankOutcome
 
 NOT_PAUSED = "Worker must be paused via pause_generation() before updating weights."
 RL_URL = "http://front:8001"
@@ -90,6 +90,8 @@ class FakeWorker:
     flush_fails: bool = False
     is_open: bool = False
     is_torn: bool = False
+    # What its ranks say of the draft that they speculate with.
+    draft: RankDraft | None = None
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rpcs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -223,7 +225,9 @@ class FakeWorker:
         ranks = range(self.world_size)
         if info.get("ask") == HELLO:
             for rank in ranks:
-                folder.end(HELLO, rank, RankOutcome(is_open=self.is_open, weights_touched=self.is_torn))
+                folder.end(
+                    HELLO, rank, RankOutcome(is_open=self.is_open, weights_touched=self.is_torn, draft=self.draft)
+                )
         elif info.get("ask") == CHECKSUMS:
             for rank in ranks:
                 folder.end(CHECKSUMS, rank, RankOutcome(digests={f"tp{rank}:w": "ab" * 32}))

@@ -13,6 +13,7 @@ from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.surface import ROUTES, Began
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.vllm_server.exchange import TORN, RankDraft
 from tests.unit.workers.dynamo.fake_dynamo import FakeWorker, listed, on_engine
 
 pytestmark = pytest.mark.unit
@@ -126,6 +127,18 @@ def test_how_the_worker_was_found_is_told(tmp_path: Path) -> None:
     on_engine(worker, tmp_path, check)
     assert found == [Found("torn", is_paused=True, is_torn=True)]
     assert not worker.is_open
+
+
+def test_torn_draft_is_told_though_no_update_of_drafts_goes_through_dynamo(tmp_path: Path) -> None:
+    """Its ranks say so: nothing may be generated with it."""
+    draft = RankDraft(method="draft_model", model="d", label=TORN)
+    found: list[Found] = []
+
+    async def check(engine: DynamoEngine) -> None:
+        found.append(engine.found)
+
+    on_engine(FakeWorker(label="0.3", draft=draft), tmp_path, check)
+    assert found == [Found("0.3", is_paused=False, is_torn=False, is_draft_torn=True)]
 
 
 # --- what it says of itself

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlbus.errors import refused
 from rlbus.schemas import (
     ApplyUpdate,
     Fault,
@@ -23,9 +24,11 @@ from rlbus.schemas import (
     WeightsState,
 )
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.disk import DISK
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.moves import Action, Event, Released
+from rlbus.workers.system.calls import TURN_S
 from rlbus.workers.system.testing import Front, on_surface
 from tests.unit.workers.system.test_dynamo_session import GROUP, UPDATE, WHOLE, Naming, ok, said, state
 
@@ -375,3 +378,39 @@ def test_a_stranger_whose_part_is_refused_ends_no_pause_of_a_start_that_is_under
         assert await generation(front) is Generation.RUNNING
 
     on_surface(scenario, engine=Naming({"start_native": {1: Step(latency_s=5.0)}}))
+
+
+# --- only somebody's op is waited for
+
+
+def test_a_disk_that_hangs_stops_no_engine_that_is_to_be_updated_unpaused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of anybody's runs there that could be waited for: the load is refused, and the engine goes on at once."""
+
+    async def refuses(work: Any, path: str) -> Any:
+        raise refused(FaultCode.BUSY, "a disk hangs", retryable=True, path=path)
+
+    monkeypatch.setattr(DISK, "run", refuses)
+
+    async def scenario(front: Front) -> None:
+        began_s = asyncio.get_running_loop().time()
+        answer = await said(front, UPDATE, {**UNPAUSED, "weight_dir": "/weights/step_7", "weight_version": 7})
+        assert (answer["code"], answer["message"]) == (FaultCode.BUSY, "a disk hangs")
+        assert asyncio.get_running_loop().time() - began_s < TURN_S
+        assert await generation(front) is Generation.RUNNING
+
+    on_surface(scenario, config=AgentConfig(weight_roots=("/weights",)))
+
+
+def test_an_engine_that_is_busy_by_itself_is_not_asked_for_a_flush_again_and_again() -> None:
+    """Its own word for busy names no op that would end."""
+    busy = Step(fault=Fault(code=FaultCode.BUSY, message="(the engine's words)", retryable=True))
+    engine = Naming({"flush_cache": {1: busy}})
+
+    async def scenario(front: Front) -> None:
+        await ok(front, "init_weights_update_group", GROUP)
+        await ok(front, "pause_generation")
+        answer = await said(front, UPDATE, {**WHOLE, "reset_prefix_cache": True})
+        assert answer["code"] == FaultCode.BUSY
+        assert list(engine.calls).count("flush_cache") == 1
+
+    on_surface(scenario, engine=engine)

@@ -60,7 +60,7 @@ def test_draft_that_the_ranks_tell_of_is_offered_by_its_own_tensors(server: Fake
 
 @pytest.mark.parametrize("why", ["shares tensors", "its files aren't here", "no draft"])
 def test_draft_that_cannot_be_updated_is_not_offered(server: FakeServer, why: str) -> None:
-    """Nor found torn, since nobody could heal it."""
+    """One that was left torn is found so all the same: nothing may be generated with it."""
     drafting(server, label=TORN, method="eagle3" if why == "shares tensors" else "draft_model")
     if why == "its files aren't here":
         (server.model.parent / "draft" / "model.safetensors").unlink()
@@ -69,7 +69,22 @@ def test_draft_that_cannot_be_updated_is_not_offered(server: FakeServer, why: st
 
     async def check(engine: VllmHttpEngine) -> None:
         assert DRAFT_ROUTE not in engine.info.routes
-        assert engine.found == Found(None, is_paused=False, is_torn=False)
+        assert engine.found == Found(None, is_paused=False, is_torn=False, is_draft_torn=why != "no draft")
+
+    on_engine(server, check)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_torn_draft_is_found_also_where_the_target_cannot_be_updated(server: FakeServer, answers: bool) -> None:
+    """Its files aren't here (any more). Ranks that don't answer cost nothing there, as nothing is asked of them."""
+    drafting(server, label=TORN)
+    (server.model / "model.safetensors").unlink()
+    if not answers:
+        server.hello = None
+
+    async def check(engine: VllmHttpEngine) -> None:
+        assert not engine.info.backends
+        assert engine.found == Found(None, is_paused=False, is_torn=False, is_draft_torn=answers)
 
     on_engine(server, check)
 

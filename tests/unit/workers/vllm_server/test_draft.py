@@ -15,6 +15,7 @@ from rlbus.schemas import DRAFT_ROUTE, Fault, FaultCode, GroupPlan, RankSpan, Re
 from rlbus.testing import run
 from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
 from rlbus.workers.engines.draft import drafter
+from rlbus.workers.engines.found import Found
 from rlbus.workers.vllm_server import draft as draft_module
 from rlbus.workers.vllm_server import engine as engine_module
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, expect
@@ -285,23 +286,26 @@ def test_agent_from_outside_is_told_which_of_the_two_its_predecessor_has_torn(tm
 
 
 @pytest.mark.parametrize(
-    "llm",
+    ("llm", "is_told"),
     [
-        DraftingLLM(method="eagle3"),
-        DraftingLLM(pipeline=2),
-        DraftingLLM(silent=frozenset({1})),
-        DraftingLLM(silent=frozenset({0, 1})),
+        (DraftingLLM(method="eagle3"), True),
+        (DraftingLLM(pipeline=2), True),
+        (DraftingLLM(silent=frozenset({1})), True),
+        (DraftingLLM(silent=frozenset({0, 1})), False),
     ],
     ids=["shares tensors", "pipeline", "one rank has none", "old ranks"],
 )
-def test_draft_that_the_ranks_cannot_update_is_not_advertised_from_outside(llm: DraftingLLM, tmp_path: Path) -> None:
-    """Nor is it found torn: nobody could heal it."""
+def test_draft_that_the_ranks_cannot_update_is_not_advertised_from_outside(
+    llm: DraftingLLM, is_told: bool, tmp_path: Path
+) -> None:
+    """It is found torn all the same, by the word of one rank: nothing may be generated with it."""
     llm.draft_labels = {0: TORN, 1: TORN}
 
     async def check(engine: VllmEngine) -> None:
         left = await engine.take_over()
         assert DRAFT_ROUTE not in engine.info.routes
-        assert not left.found("0.7", is_paused=False, has_draft=False).has_torn
+        assert left.found("0.7", is_paused=False, has_draft=False) == Found("0.7", False, False, None, is_told)
+        assert left.in_words() == ("torn (draft)" if is_told else "whole")
 
     on_engine(llm, tmp_path, check, sees_requests=False)
 
