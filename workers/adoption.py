@@ -37,12 +37,10 @@ def adopt(
         # A torn one is generated with, too, where no update of it is served (its checkpoint can't be read any more).
         fresh = INITIAL if state.draft is None else state.draft
         before = None if past is None else past.draft
-        state = replace(state, draft=_weights(state.draft, before, found.draft_label, found.is_draft_torn))
+        state = replace(state, draft=_weights(fresh, before, found.draft_label, found.is_draft_torn))
     # What it still lists of them it reads, however long ago it was loaded; a name that it doesn't list is free.
     state = replace(state, found_sums=loras)
     if past is not None and not loras:
-        state = replace(state, draft=_weights(fresh, before, found.draft_label, found.is_draft_torn))
-    if past is not None:
         # An engine that lists one of them still has these bytes under that name; another one lists none.
         state = replace(state, known_sums=past.loras, found_sums=past.loras)
     if past is not None and found.is_paused and (asleep := frozenset(past.asleep) & state.sleep_tags):

@@ -100,7 +100,6 @@ class LoraFiles:
     async def _bring(self, source: LoraSource, call: _Call) -> Path:
         if isinstance(source, FolderSource):
             return await DISK.run(lambda: self._copied(source, call), source.path)
-            return await DISK.run(lambda: self._copied(source, checksum, in_use), source.path)
         if not source.has_good_key:
             raise refused(FaultCode.BAD_MESSAGE, "the key of the adapter's object is no checksum", key=source.key)
         if self._config.fetch_object is None:
