@@ -33,9 +33,9 @@ from rlbus.workers.vllm_grpc.weights import GrpcWeights
 from rlbus.workers.vllm_http.supervisor import LOST, tell_lost
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
-from rlbus.workers.vllm_server.draft import expected_from
+from rlbus.workers.vllm_server.draft import WEIGHTLESS, expected_from
 from rlbus.workers.vllm_server.engine import UNLABELLED
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, TORN, Exchange, FolderError, clear_left
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, TORN, Exchange, FolderError, RankDraft, clear_left
 from rlbus.workers.vllm_server.model import expected_of
 from rlbus.workers.vllm_server.ranks import Left
 from rlbus.workers.vllm_server.updates import Updates
@@ -83,6 +83,8 @@ class VllmGrpcEngine(UpdatingEngine):
         self._weights: GrpcWeights | None = None
         self._info: EngineInfo | None = None
         self._found: Found | None = None
+        # What the ranks speculate with, whether an update of it can be served or not.
+        self._speculates: RankDraft | None = None
         self._next_glance_s = 0.0
 
     @property
@@ -109,6 +111,7 @@ class VllmGrpcEngine(UpdatingEngine):
         self._exchange = Exchange(self._run_dir)
         self._weights = GrpcWeights(self._control, self._exchange, facts.num_ranks)
         greeting = await self._greet(facts)
+        self._speculates = greeting.draft
         if greeting.problem is None:
             self._expected = await asyncio.to_thread(expected_of, facts.model)
             if greeting.draft is not None and facts.has_draft:
@@ -250,14 +253,15 @@ class VllmGrpcEngine(UpdatingEngine):
         """See `SleepEngine`. Both tags at once only, and not discarding a draft model: the server generates at once
         with the last wake, and its label speaks of the target only.
         """
-        if level > 1 and self._has_draft:
+        if level > 1 and self._speculates is not None and self._speculates.method not in WEIGHTLESS:
             text = "level 2 would discard the draft model's weights, and the server generate with what is left; use 1"
             raise refused(FaultCode.BAD_MESSAGE, text, level=level)
         return await self._sleeping.sleep(tags, level, mode)
 
     async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
-        """See `SleepEngine`. The last wake is refused as long as discarded weights haven't been replaced."""
-        return await self._sleeping.wake_up(tags)
+        """See `SleepEngine`. The last wake is refused as long as discarded or torn weights haven't been replaced."""
+        is_unfit = self._updates is not None and self._updates.is_unfit
+        return await self._sleeping.wake_up(tags, is_unfit=is_unfit)
 
     # --- weights
 

@@ -6,7 +6,8 @@ What the service leaves open, and what is made of it here:
   what sleeps of an engine that ran before is what the agent before noted.
 - With its last tag awake the engine generates at once, whoever has paused it. So it is paused again as soon as the wake
   returns: a request may run for the milliseconds in between, but never on weights that were discarded. Those carry the
-  label of torn ones, from before they go until an update has replaced them, and the last wake is refused as long.
+  label of torn ones, from before they go until an update has replaced them, and the last wake is refused as long. So it
+  is in the middle of an update, or with a torn draft model: that label tells of neither (`Updates.is_unfit`).
 """
 
 import contextlib
@@ -66,13 +67,19 @@ class Sleeping:
             raise
         return SleepData(asleep=in_order(self.asleep))
 
-    async def wake_up(self, tags: frozenset[SleepTag]) -> SleepData:
-        """See `SleepEngine.wake_up`. Cancel: what isn't known to be awake counts as asleep."""
+    async def wake_up(self, tags: frozenset[SleepTag], *, is_unfit: bool = False) -> SleepData:
+        """See `SleepEngine.wake_up`. `is_unfit`: the weights aren't to be generated on, whatever the label says.
+
+        Cancel: what isn't known to be awake counts as asleep.
+        """
         asleep = self.asleep if self.is_known else TAGS  # one that only stands still takes a wake as well
         waking = tags & asleep
         if not waking:
             return SleepData(asleep=in_order(asleep))
         is_last = waking == asleep
+        if is_last and is_unfit:
+            text = "the engine would generate on torn weights or a torn draft; wake them, update, then wake the rest"
+            raise refused(FaultCode.WRONG_STATE, text, asleep=", ".join(in_order(asleep)))
         if is_last and await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S) == TORN:
             text = "the engine would generate with discarded weights; wake them, update, and then wake the KV cache"
             raise refused(FaultCode.WRONG_STATE, text, asleep=", ".join(in_order(asleep)))

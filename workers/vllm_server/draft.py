@@ -21,6 +21,8 @@ _log = logging.getLogger("rlbus.workers")
 # The one kind of draft that is a whole model of its own. Others (EAGLE, MTP) run on tensors of the target, which an
 # update would have to keep shared. Source: vllm 0.32, v1/spec_decode/llm_base_proposer.py, `_maybe_share_embeddings`.
 METHOD = "draft_model"
+# Those that speculate without any weights. Source: vllm 0.32, config/speculative.py.
+WEIGHTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 def draft_of(config: Any, label: str | None = None) -> RankDraft | None:

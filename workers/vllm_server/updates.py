@@ -83,6 +83,15 @@ class Updates:
         self._expected = expected
         self._has_transfer = has_transfer
         self._session: _Session | None = None
+        # From the first tensor of an update of the draft to the end of a whole one; the ranks say it of one before us.
+        self._is_draft_torn = False
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether the engine would generate on weights that aren't whole, though vLLM's label, which is the target's,
+        may not say so: a torn draft, or an update in its middle.
+        """
+        return self._is_draft_torn or (self._session is not None and self._is_touched(self._session))
 
     # --- the group
 
@@ -107,6 +116,7 @@ class Updates:
         Cancel: called again, it finishes.
         """
         left = await self._ranks.hello()
+        self._is_draft_torn = left.is_draft_torn
         await self.leave()
         if left.is_open:
             _log.warning("an update that nobody finished is closed; the weights are %s", left.in_words())
@@ -263,6 +273,7 @@ class Updates:
             text = f"no transfer to version {version} was received"
             raise UpdateFailedError(Fault(code=FaultCode.WRONG_STATE, message=text), self._has_part)
         await self._put_together(session, str(version))
+        self._is_draft_torn = self._is_draft_torn and not session.is_draft
         self._end(session)
 
     async def _put_together(self, session: _Session, label: str) -> None:
@@ -290,6 +301,7 @@ class Updates:
         await self._calls.settle(CALL_S)
         session.is_touched = self._is_touched(session)
         if session.is_touched:
+            self._is_draft_torn = self._is_draft_torn or session.is_draft
             await self._label_of(session, TORN)
         if self._has_transfer:
             if not session.is_open:

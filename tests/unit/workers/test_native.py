@@ -3,7 +3,6 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,9 +28,8 @@ from rlbus.schemas import (
 from rlbus.testing import run
 from rlbus.workers.described import described
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, ROUTES, FakeEngine
-from rlbus.workers.engines.fake_script import FakeScript, Step, failing
+from rlbus.workers.engines.fake_script import Step, failing
 from rlbus.workers.engines.native import NATIVE_ROUTES, info_of
-from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.ledger import Ledger
 from rlbus.workers.testing import (
     COMPONENT,
@@ -116,39 +114,6 @@ def test_nothing_is_received_or_finished_that_was_not_started(body: ApplyUpdate 
         assert not {"update_native", "finish_native"} & set(rig.engine.calls)
 
     on_worker(scenario)
-
-
-class Grouped(FakeEngine):
-    """A fake engine that joins rlbus' own groups, and so knows what an `init_info` has to be."""
-
-    def check_init(self, info: dict[str, Any]) -> None:
-        """See `ChecksInit`."""
-        GroupedNative(self).check_init(info)
-
-
-GROUP = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"master_port": 0}, {"rank_offset": 2}, {"packed": True}], ids=["value", "ranks", "field"]
-)
-def test_an_init_that_makes_no_sense_leaves_the_update_that_somebody_else_has_open(wrong: dict[str, object]) -> None:
-    """It was torn first, and the mistake found then. One that is right gives it up, as ever."""
-
-    async def scenario() -> None:
-        async with worker_on_bus(Grouped(FakeScript({}))) as rig:
-            begin = InitTransfer(info=json.dumps(GROUP))
-            for body in (begin, PauseGeneration(), StartUpdate(), brings_whole(2)):
-                assert (await rig.send(body)).status is ResultStatus.OK
-            refused = await rig.send(InitTransfer(info=json.dumps(GROUP | wrong)))
-            assert (refused.status, code_of(refused)) == (ResultStatus.REFUSED, FaultCode.BAD_MESSAGE)
-            assert weights(rig)[0] is WeightsState.UPDATING
-            assert (await rig.send(brings_whole(2))).status is ResultStatus.OK
-            assert (await rig.send(FinishUpdate(version=V2))).status is ResultStatus.OK
-            assert weights(rig) == (WeightsState.CLEAN, V2)
-            assert rig.engine.violations == []
-
-    run(scenario())
 
 
 def test_it_is_refused_while_the_engine_generates() -> None:

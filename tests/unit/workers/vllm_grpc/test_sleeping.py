@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,7 +19,8 @@ from rlbus.workers.vllm_grpc.engine import VllmGrpcEngine
 from rlbus.workers.vllm_grpc.pausing import Pausing
 from rlbus.workers.vllm_grpc.sleeping import TAGS, Sleeping
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.exchange import TORN
+from rlbus.workers.vllm_server.exchange import TORN, RankDraft
+from rlbus.workers.vllm_server.updates import Updates
 
 pytestmark = pytest.mark.unit
 
@@ -248,5 +250,48 @@ def test_engine_that_sleeps_as_the_agent_before_noted_is_not_resumed_before_it_w
         await engine.wake_up(TAGS)
         await engine.resume()
         assert server.log == ["wake kv_cache weights", "pause keep", "resume"]
+
+    do(check())
+
+
+def test_torn_draft_is_not_run_by_the_last_wake() -> None:
+    """The target's label doesn't tell of it. What it needs to be healed is woken; a whole one may go on."""
+
+    async def check() -> None:
+        server = Server()
+        engine = VllmGrpcEngine(cast(Control, server))
+        engine._updates = cast(Updates, SimpleNamespace(is_unfit=True))
+        engine.go_on_asleep(TAGS)
+        server.asleep, server.is_running = {"weights", "kv_cache"}, False
+        with pytest.raises(RefusedError, match="torn") as caught:
+            await engine.wake_up(TAGS)
+        assert (caught.value.code, server.log) == (FaultCode.WRONG_STATE, [])
+        await engine.wake_up(WEIGHTS)
+        with pytest.raises(RefusedError, match="draft"):
+            await engine.wake_up(KV)
+        assert not server.is_running
+        engine._updates = cast(Updates, SimpleNamespace(is_unfit=False))
+        assert (await engine.wake_up(KV)).asleep == ()
+
+    do(check())
+
+
+@pytest.mark.parametrize(
+    ("method", "is_refused"), [("draft_model", True), ("eagle3", True), ("mtp", True), ("ngram", False), (None, False)]
+)
+def test_weights_of_a_draft_are_never_discarded(method: str | None, is_refused: bool) -> None:
+    """Also of one that no update brings back: the last wake would generate with what is left. An n-gram has none."""
+
+    async def check() -> None:
+        server = Server()
+        engine = VllmGrpcEngine(cast(Control, server))
+        engine._speculates = None if method is None else RankDraft(method=method, model="d")
+        if is_refused:
+            with pytest.raises(RefusedError, match="level 2"):
+                await engine.sleep(TAGS, 2, PauseMode.ABORT)
+            assert server.log == []
+            await engine.sleep(TAGS, 1, PauseMode.ABORT)
+        else:
+            await engine.sleep(TAGS, 2, PauseMode.ABORT)
 
     do(check())

@@ -227,6 +227,37 @@ def test_ranks_keep_the_label_of_the_draft_and_vllm_that_of_the_target(tmp_path:
     on_engine(llm, tmp_path, check)
 
 
+def test_engine_knows_whether_it_would_generate_on_what_no_label_tells_of(tmp_path: Path) -> None:
+    """A draft from its first tensor on until a whole one, whatever becomes of the target; an update that is open."""
+    llm = DraftingLLM()
+
+    async def check(engine: VllmEngine) -> None:
+        updates = engine._ready()
+        assert not updates.is_unfit
+        for is_draft in (True, False):
+            await received(engine, Version(step=7), is_draft=is_draft)
+            assert updates.is_unfit
+            await engine.finish_update(Version(step=7))
+            assert not updates.is_unfit
+        await received(engine, Version(step=8))
+        await engine.abort_update()
+        await received(engine, Version(step=9), is_draft=False)
+        await engine.finish_update(Version(step=9))
+        assert updates.is_unfit
+        await received(engine, Version(step=10))
+        await engine.finish_update(Version(step=10))
+        assert not updates.is_unfit
+
+    on_engine(llm, tmp_path, check)
+    llm.draft_labels = {0: TORN, 1: TORN}
+
+    async def found(engine: VllmEngine) -> None:
+        await engine.take_over()
+        assert engine._ready().is_unfit
+
+    on_engine(llm, tmp_path, found, sees_requests=False)
+
+
 NO_MEMORY = RankOutcome(fault=Fault(code=FaultCode.ENGINE_FAILED, message="no memory"))
 
 
