@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rlbus._conversation import ProgressHandler
+from rlbus._conversation import ProgressHandler, check_finite
 from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.adapter_objects import upload
 from rlbus.bus import Bus
@@ -89,6 +89,7 @@ class LoraVerbs:
         _check_name(name)
         if revision is not None and not 1 <= revision <= MAX_REVISION:
             raise ConfigError("revision", revision, f"use 1 to {MAX_REVISION}, or none for the next one")
+        check_finite("deadline_s", deadline_s)  # before files are put into the store
         source, found = await self._source(Path(folder), shared, checksum)
         request = LoadLoraFleet(
             op_id=self._op_id(op_id),

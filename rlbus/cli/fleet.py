@@ -9,7 +9,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlbus._conversation import ProgressHandler
-from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of, version_of
+from rlbus.cli.options import (
+    Components,
+    Deadline,
+    Json,
+    Namespace,
+    Url,
+    Workers,
+    check_seconds,
+    run_on_fleet,
+    target_of,
+    version_of,
+)
 from rlbus.cli.output import ExitCode, Output, exit_code_of_report
 from rlbus.cli.views import failure_text, present, show_history, show_report, show_status, show_workers
 from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, SLEEP_DEADLINE_S, VERB_DEADLINE_S, FleetClient
@@ -68,7 +79,12 @@ def pause(
     keep_cache: Annotated[bool, typer.Option("--keep-cache", help="Leave the prefix cache as it is.")] = False,
     lease: Annotated[
         float | None,
-        typer.Option("--lease", metavar="SECONDS", min=0.1, help="Resume by themselves after it. [default: never]"),
+        typer.Option(
+            "--lease",
+            metavar="SECONDS",
+            callback=check_seconds,
+            help="Resume by themselves after it; 0.1 or more. [default: never]",
+        ),
     ] = None,
     deadline: Deadline = None,
     json: Json = False,

@@ -49,8 +49,8 @@ HttpPort = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout, and nothing else.")]
 
 
-def _check_deadline(given: float | None) -> float | None:
-    """Not `min`, which lets nan and infinity pass."""
+def check_seconds(given: float | None) -> float | None:
+    """Of an option. Not `min`, which lets nan and infinity pass."""
     if given is not None and not MIN_DEADLINE_S <= given < float("inf"):
         raise typer.BadParameter(f"{given:g} is no number of seconds from {MIN_DEADLINE_S:g} on.")
     return given
@@ -59,7 +59,7 @@ def _check_deadline(given: float | None) -> float | None:
 Deadline = Annotated[
     float | None,
     typer.Option(
-        "--deadline", metavar="SECONDS", callback=_check_deadline, help="How long the whole may take; 0.1 or more."
+        "--deadline", metavar="SECONDS", callback=check_seconds, help="How long the whole may take; 0.1 or more."
     ),
 ]
 Components = Annotated[
