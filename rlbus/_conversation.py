@@ -8,6 +8,7 @@ the op's own deadline.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ import msgspec
 
 from rlbus import subjects
 from rlbus.bus import Bus, ReplyStream
-from rlbus.errors import BrokenError, DeadlineError, RLBusError, UnansweredError, error_from_fault
+from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError, UnansweredError, error_from_fault
 from rlbus.schemas import (
     CancelOp,
     ControlReply,
@@ -78,6 +79,17 @@ def op_name(request: ControlRequest) -> str:
     return str(request.__struct_config__.tag)
 
 
+def check_finite(name: str, number: object) -> None:
+    """Raises: ConfigError: nan or infinity. JSON has neither: it would arrive as null, which means something else."""
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ConfigError(name, number, "use a number of seconds that ends")
+
+
+def _check_numbers(request: ControlRequest) -> None:
+    for name in request.__struct_fields__:
+        check_finite(name, getattr(request, name))
+
+
 def show_progress(handler: ProgressHandler | None, progress: OpProgress) -> None:
     """Call a user's handler; one that raises is logged, since a broken display must not end an op."""
     if handler is None:
@@ -117,10 +129,12 @@ async def converse(
     """Send `request` and hear it out; `on_reply` gets everything before the last reply. It must not block.
 
     Raises:
+        ConfigError: a number of the request is none that can be sent.
         FaultError: refused. DeadlineError: not ended within the request's deadline; UnansweredError: no answer at all.
         BrokenError: nobody listens, or the controller went away while the op ran (its outcome is unknown).
     Cancel: the op goes on at the controller; `take_back` ends it.
     """
+    _check_numbers(request)
     loop = asyncio.get_running_loop()
     wait = _Wait(bus, namespace, request, patience, started=loop.time())
     while True:
@@ -141,9 +155,11 @@ async def ask(bus: Bus, namespace: str, request: ControlRequest, *, limit_s: flo
     """Send a short request that is answered with `OpAccepted` (a manifest page, a signal, a cancel).
 
     Raises:
+        ConfigError: a number of the request is none that can be sent.
         FaultError: refused. DeadlineError: no answer within `limit_s`. BrokenError: nobody listens, or disconnected.
     Cancel: the request may have been taken.
     """
+    _check_numbers(request)
     subject = subjects.control(namespace, op_name(request))
     reply: ControlReply = await bus.request(subject, request, ControlReply, limit_s=limit_s)
     if isinstance(reply, Refusal):

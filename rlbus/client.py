@@ -158,6 +158,7 @@ class FleetClient(LoraVerbs):
         called on the loop while the op runs; `check=False` returns a report that isn't ok instead of raising.
 
         Raises (as every verb does): RefusedError tree: refused, nothing changed. PartialError: failed or partial.
+            ConfigError: a word is none, or a number is nan or infinite.
             DeadlineError: not ended within `deadline_s`. BrokenError: no controller, or it went away meanwhile.
         Cancel (every verb): the controller is asked to take the op back, which takes at most 5 s, and ends it by
             itself: a pause is undone (one that had ended by then holds), a reload is undone up to its loading and

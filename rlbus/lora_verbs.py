@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rlbus._conversation import ProgressHandler
+from rlbus._conversation import ProgressHandler, check_finite
 from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.adapter_objects import upload
 from rlbus.bus import Bus
@@ -86,9 +86,10 @@ class LoraVerbs:
             ConfigError: a name or number is wrong, or the server has no store.
         Cancel: before the controller was asked: nothing happened. After it: taken back as `FleetClient.pause` says.
         """
-        _check_name(name)
+        check_name(name)
         if revision is not None and not 1 <= revision <= MAX_REVISION:
             raise ConfigError("revision", revision, f"use 1 to {MAX_REVISION}, or none for the next one")
+        check_finite("deadline_s", deadline_s)  # before files are put into the store
         source, found = await self._source(Path(folder), shared, checksum)
         request = LoadLoraFleet(
             op_id=self._op_id(op_id),
@@ -130,7 +131,7 @@ class LoraVerbs:
         The op doesn't wait for them: `report.lora.num_draining` workers still had some. Raises, Cancel: as
         `FleetClient.pause`; nothing is taken back.
         """
-        _check_name(name)
+        check_name(name)
         if not 0 <= drain_s <= MAX_DRAIN_S:
             raise ConfigError("drain_s", drain_s, f"use 0 to {MAX_DRAIN_S:g} seconds")
         request = UnloadLoraFleet(
@@ -197,7 +198,8 @@ class LoraVerbs:
         raise NotImplementedError
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises: ConfigError: it can't be an adapter's."""
     if not is_lora_name(name):
         raise ConfigError("name", name, "use 1 to 64 of A-Z a-z 0-9 _ . -, and give the revision apart from it")
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlbus.cli.options import Json, run_command
-from rlbus.cli.output import ExitCode, Output
+from rlbus.cli.output import ExitCode, Output, complain
 from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
 from rlbus.cli.services import heard_or_not, log_as_service, notice
+from rlbus.cli.services import end_of_worker, log_as_service
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
-from rlbus.errors import BrokenError
 
 if TYPE_CHECKING:
     from rlbus.workers.dynamo.run import Where
@@ -145,6 +145,7 @@ class _Adoption:
             system=self._system(),
             on_ready=lambda: self._tell(os.getpid()),
             on_change=notice,
+            on_change=lambda text: complain(f"rlbus: {text}"),
         )
         return ExitCode.OK
 
@@ -166,9 +167,7 @@ class _Adoption:
         code = await supervise(
             self._arguments(), verbosity(), bus_config=self._config(), weight_roots=self.roots, on_ready=on_ready
         )
-        if code != 0:
-            self.out.error(BrokenError("the sidecar of Dynamo", "it died again and again; its output above says why"))
-        return ExitCode(code) if code in (ExitCode.OK, ExitCode.USAGE) else ExitCode.FAILED
+        return end_of_worker(code, "the sidecar of Dynamo", self.out)
 
     def _where(self) -> "Where":
         from rlbus.workers.dynamo.run import Where

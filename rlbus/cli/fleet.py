@@ -9,8 +9,20 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlbus._conversation import ProgressHandler
-from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of, version_of
-from rlbus.cli.output import ExitCode, Output, exit_code_of_report
+from rlbus.cli.options import (
+    Components,
+    Deadline,
+    Json,
+    Namespace,
+    Url,
+    Workers,
+    check_seconds,
+    checked,
+    run_on_fleet,
+    target_of,
+    version_of,
+)
+from rlbus.cli.output import ExitCode, Output, complain, exit_code_of_report
 from rlbus.cli.views import failure_text, present, show_history, show_report, show_status, show_workers
 from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, SLEEP_DEADLINE_S, VERB_DEADLINE_S, FleetClient
 from rlbus.errors import ConfigError, DeadlineError, refused
@@ -37,21 +49,26 @@ def _run_verb(
     components: list[str] | None,
     workers: list[str] | None,
     verb: Verb,
+    *,
+    is_question: bool = False,
 ) -> None:
-    """Run one verb on the fleet, show its report, and end with its code."""
+    """Run one verb on the fleet, show its report, and end with its code. Of a question the report is all there is: it
+    has failed if that can't be written.
+    """
     out = Output(json)
+    target = checked(out, lambda: target_of(components, workers))
 
     async def work(fleet: FleetClient) -> ExitCode:
-        target = target_of(components, workers)
         with out.progress(what) as on_progress:
             report = await verb(fleet, target, on_progress)
-        if json:
-            out.document(report)
-        else:
-            show_report(out, report)
+        with contextlib.nullcontext() if is_question else out.aside():
+            if json:
+                out.document(report)
+            else:
+                show_report(out, report)
         code = exit_code_of_report(report)
         if code is not ExitCode.OK:
-            typer.echo(f"rlbus: {failure_text(report)}", err=True)
+            complain(f"rlbus: {failure_text(report)}")
         return code
 
     run_on_fleet(out, url, namespace, work)
@@ -68,7 +85,12 @@ def pause(
     keep_cache: Annotated[bool, typer.Option("--keep-cache", help="Leave the prefix cache as it is.")] = False,
     lease: Annotated[
         float | None,
-        typer.Option("--lease", metavar="SECONDS", min=0.1, help="Resume by themselves after it. [default: never]"),
+        typer.Option(
+            "--lease",
+            metavar="SECONDS",
+            callback=check_seconds,
+            help="Resume by themselves after it; 0.1 or more. [default: never]",
+        ),
     ] = None,
     deadline: Deadline = None,
     json: Json = False,
@@ -228,7 +250,7 @@ def versions(
     async def verb(fleet: FleetClient, target: Target, _on_progress: ProgressHandler) -> Report:
         return await fleet.versions(target, deadline_s=_deadline(deadline, QUESTION_DEADLINE_S), check=False)
 
-    _run_verb("versions", json, url, namespace, component, worker, verb)
+    _run_verb("versions", json, url, namespace, component, worker, verb, is_question=True)
 
 
 def update(
@@ -253,12 +275,13 @@ def update(
 
     A safetensors folder that each of them can read, below one of their --weight-root.
     """
+    meant = checked(Output(json), lambda: version_of(version))
 
     async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
         return await fleet.reload(
             str(folder.absolute()),
             target,
-            version=version_of(version),
+            version=meant,
             pause_mode=pause_mode,
             allow_rollback=allow_rollback,
             deadline_s=_deadline(deadline, RELOAD_DEADLINE_S),
@@ -299,11 +322,11 @@ def status(
     Version, running op, who is admitted, who is paused by whom, who is dirty.
     """
     out = Output(json)
+    if watch and json:
+        raise typer.Exit(int(out.error(ConfigError("--watch", True, "goes without --json, which is one document"))))
 
     async def work(fleet: FleetClient) -> ExitCode:
         deadline_s = _deadline(deadline, QUESTION_DEADLINE_S)
-        if watch and json:
-            raise ConfigError("--watch", True, "goes without --json, which is one document")
         if watch:
             await _watch(out, fleet, deadline_s)
         view = await fleet.status(deadline_s=deadline_s)
@@ -364,9 +387,9 @@ def cancel(
         if op is None:
             raise refused(FaultCode.UNKNOWN_OP, "no op runs that changes anything")
         await fleet.cancel(op, deadline_s=deadline_s)
-        if json:
-            out.document({"op_id": op})
-        else:
+        with out.aside():
+            if json:
+                out.document({"op_id": op})
             out.line(f"op {op} is taken back; `rlbus history` shows how it ends")
         return ExitCode.OK
 

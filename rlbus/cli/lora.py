@@ -9,12 +9,12 @@ from urllib.parse import unquote, urlsplit
 import typer
 
 from rlbus._conversation import ProgressHandler
-from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, run_on_fleet, target_of
-from rlbus.cli.output import ExitCode, Output, exit_code_of_report
+from rlbus.cli.options import Components, Deadline, Json, Namespace, Url, Workers, checked, run_on_fleet, target_of
+from rlbus.cli.output import ExitCode, Output, complain, exit_code_of_report
 from rlbus.cli.views import failure_text, lora_text, show_loras, show_report
 from rlbus.client import FleetClient
 from rlbus.errors import ConfigError
-from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S
+from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S, check_name
 from rlbus.schemas import PauseMode, Report, Target, is_lora_name, split_lora_id
 from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S
 
@@ -85,8 +85,11 @@ def load(
     All are paused meanwhile. Requests then name NAME@N, or NAME for the newest.
     """
 
+    out = Output(json)
+    checked(out, lambda: check_name(name))
+    folder, is_shared = checked(out, lambda: _folder_of(source))
+
     async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
-        folder, is_shared = _folder_of(source)
         return await fleet.load_lora(
             name,
             folder,
@@ -125,8 +128,9 @@ def unload(
     New requests that name it are refused at once; those in flight keep it until they end.
     """
 
+    plain, revision = checked(Output(json), lambda: _named(name))
+
     async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
-        plain, revision = _named(name)
         return await fleet.unload_lora(
             plain,
             target,
@@ -154,10 +158,11 @@ def list_(
     Those that the fleet has, and what each engine says of its own: state and requests in flight.
     """
     out = Output(json)
+    target = checked(out, lambda: target_of(component, worker))
 
     async def work(fleet: FleetClient) -> ExitCode:
         deadline_s = LIST_DEADLINE_S if deadline is None else deadline
-        report = await fleet.loras(target_of(component, worker), deadline_s=deadline_s, check=False)
+        report = await fleet.loras(target, deadline_s=deadline_s, check=False)
         view = await fleet.status(deadline_s=deadline_s)
         if json:
             behind = {member.worker: member.loras_behind for member in view.members if member.loras_behind}
@@ -180,17 +185,18 @@ def _run(
     verb: Verb,
 ) -> None:
     out = Output(json)
+    target = checked(out, lambda: target_of(list(components or ()), list(workers or ())))
 
     async def work(fleet: FleetClient) -> ExitCode:
-        target = target_of(list(components or ()), list(workers or ()))
         with out.progress(what) as on_progress:
             report = await verb(fleet, target, on_progress)
-        if json:
-            out.document(report)
-        else:
-            show_report(out, report)
-            if report.lora is not None:
-                out.line(lora_text(report.lora))
+        with out.aside():
+            if json:
+                out.document(report)
+            else:
+                show_report(out, report)
+                if report.lora is not None:
+                    out.line(lora_text(report.lora))
         return _end(report)
 
     run_on_fleet(out, url, namespace, work)
@@ -199,14 +205,17 @@ def _run(
 def _end(report: Report) -> ExitCode:
     code = exit_code_of_report(report)
     if code is not ExitCode.OK:
-        typer.echo(f"rlbus: {failure_text(report)}", err=True)
+        complain(f"rlbus: {failure_text(report)}")
     return code
 
 
 def _folder_of(source: str) -> tuple[Path, bool]:
-    """The folder that `--from` means, and whether the workers read it by themselves."""
+    """The folder that `--from` means, and whether the workers read it by themselves. Raises ConfigError."""
     if "://" not in source:
-        return Path(source).absolute(), False
+        folder = Path(source).absolute()
+        if not folder.is_dir():
+            raise ConfigError("--from", source, "no such folder here; file:///DIR is one that every worker reads")
+        return folder, False
     parts = urlsplit(source)
     if parts.scheme != "file" or parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise ConfigError("--from", source, "use a folder, or file:///DIR for one that every worker can read")

@@ -8,7 +8,7 @@ import getpass
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -49,8 +49,8 @@ HttpPort = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout, and nothing else.")]
 
 
-def _check_deadline(given: float | None) -> float | None:
-    """Not `min`, which lets nan and infinity pass."""
+def check_seconds(given: float | None) -> float | None:
+    """Of an option. Not `min`, which lets nan and infinity pass."""
     if given is not None and not MIN_DEADLINE_S <= given < float("inf"):
         raise typer.BadParameter(f"{given:g} is no number of seconds from {MIN_DEADLINE_S:g} on.")
     return given
@@ -59,7 +59,7 @@ def _check_deadline(given: float | None) -> float | None:
 Deadline = Annotated[
     float | None,
     typer.Option(
-        "--deadline", metavar="SECONDS", callback=_check_deadline, help="How long the whole may take; 0.1 or more."
+        "--deadline", metavar="SECONDS", callback=check_seconds, help="How long the whole may take; 0.1 or more."
     ),
 ]
 Components = Annotated[
@@ -72,6 +72,7 @@ Workers = Annotated[
 ]
 
 _log = logging.getLogger("rlbus.cli")
+_Meant = TypeVar("_Meant")
 
 
 def caller_name() -> str:
@@ -108,6 +109,17 @@ def version_of(text: str | None) -> Version | None:
     if not step.isdecimal() or not (incarnation or "0").isdecimal():
         raise ConfigError("--version", text, "use a step such as 7, or incarnation.step such as 1.7")
     return Version(incarnation=int(incarnation or 0), step=int(step))
+
+
+def checked(out: Output, read: Callable[[], _Meant]) -> _Meant:
+    """What options mean, read before anything is connected: what is wrong in itself is said without a server.
+
+    Raises: typer.Exit with 2, for a ConfigError of `read`.
+    """
+    try:
+        return read()
+    except ConfigError as exc:
+        raise typer.Exit(int(out.error(exc))) from exc
 
 
 def run_command(out: Output, work: Callable[[], Coroutine[Any, Any, ExitCode]]) -> NoReturn:

@@ -5,13 +5,14 @@ cut to the terminal's width, so that instance ids stay whole. Progress is shown 
 """
 
 import asyncio
+import contextlib
 import enum
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 import typer
@@ -85,6 +86,32 @@ def exit_code_of_error(error: BaseException) -> ExitCode:
     return ExitCode.REFUSED if isinstance(error, RefusedError) else ExitCode.FAILED
 
 
+class UnwrittenError(RLBusError):
+    """What stdout says why it takes nothing; a reader that has enough is a BrokenPipeError."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"stdout: {self.problem}"
+
+
+def complain(text: str) -> None:
+    """Write lines to stderr, whatever becomes of them: that nobody can be told changes no exit code."""
+    try:
+        typer.echo(text, err=True)
+    except OSError:
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO | None) -> None:
+    """Let the rest of a stream go nowhere, or the interpreter's own end would fail on it, and end with 120."""
+    with contextlib.suppress(OSError):
+        if stream is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def interruption(error: BaseException) -> str:
     """What to say of Ctrl-C: also what became of the op, which the client notes on the cancellation behind it."""
     notes: list[str] = getattr(error.__context__, "__notes__", [])
@@ -92,7 +119,10 @@ def interruption(error: BaseException) -> str:
 
 
 class Output:
-    """Where one command writes; `is_json` is its `--json`."""
+    """Where one command writes; `is_json` is its `--json`.
+
+    Writing raises UnwrittenError, or BrokenPipeError; without any stdout nothing is written.
+    """
 
     def __init__(self, is_json: bool) -> None:
         self.is_json = is_json
@@ -102,46 +132,67 @@ class Output:
     def document(self, document: Any) -> None:
         """Write the one JSON document; Structs may be in it."""
         self.has_document = True
-        typer.echo(json.dumps(msgspec.to_builtins(document, str_keys=True), ensure_ascii=False))
-        sys.stdout.flush()
+        self._write(json.dumps(msgspec.to_builtins(document, str_keys=True), ensure_ascii=False))
 
     def line(self, text: str) -> None:
         """Write a line of text for people; with `--json` it is left out."""
         if not self.is_json:
-            typer.echo(text)
-            sys.stdout.flush()
+            self._write(text)
 
     def loud(self, text: str) -> None:
         """Write a line that must not be overlooked."""
         if not self.is_json:
-            typer.secho(f"!! {text}", fg="red", bold=True)
+            self._write(typer.style(f"!! {text}", fg="red", bold=True))
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Write aligned columns, as wide as they need to be."""
         for text in aligned([head, *rows]):
             self.line(text)
 
+    @staticmethod
+    def _write(text: str) -> None:
+        try:
+            typer.echo(text)  # which flushes
+        except BrokenPipeError:
+            raise
+        except OSError as exc:
+            raise UnwrittenError(exc.strerror or type(exc).__name__) from exc
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For what is written about something that has been done: the command ends as that did, read or not. A reader
+        that has enough is no news; anything else is said on stderr.
+        """
+        try:
+            yield
+        except BrokenPipeError:
+            _drop(sys.stdout)
+        except UnwrittenError as exc:
+            _drop(sys.stdout)
+            complain(f"rlbus: {exc}")
+
     def error(self, error: BaseException, code: ExitCode | None = None) -> ExitCode:
         """Write what went wrong: one line on stderr, with `--json` also the document. Returns how to end: as the error
         says, or with `code`.
         """
         code = exit_code_of_error(error) if code is None else code
+        if isinstance(error, BrokenPipeError | UnwrittenError):
+            _drop(sys.stdout)
         if isinstance(error, BrokenPipeError):
-            # Whoever reads our output has enough of it (`| head`): not a word, also not at the interpreter's own end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return code
+            return code  # whoever reads our output has enough of it (`| head`): not a word
         text = interruption(error) if code is ExitCode.INTERRUPTED else one_line(error)
         if self.is_json and not self.has_document:
             named = error.code.value if isinstance(error, FaultError) else type(error).__name__
             detail = error.fault.detail if isinstance(error, FaultError) else {}
-            self.document({"error": {"code": named, "message": text, "detail": detail}, "exit_code": int(code)})
-        typer.echo(f"rlbus: {text}", err=True)
+            with self.aside():
+                self.document({"error": {"code": named, "message": text, "detail": detail}, "exit_code": int(code)})
+        complain(f"rlbus: {text}")
         return code
 
     @contextmanager
     def progress(self, what: str) -> Iterator[ProgressHandler]:
         """Show how a long op moves on, if stderr is a terminal; yields the handler to pass as `on_progress`."""
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():
             yield _ignore
             return
         from rich.console import Console

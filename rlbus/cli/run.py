@@ -13,6 +13,7 @@ from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.services import heard_or_not, log_as_service, supervised, terminated_as_interrupted, until_stopped
+from rlbus.cli.services import end_of_worker, log_as_service, supervised, until_stopped
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id
@@ -327,7 +328,6 @@ def worker_vllm(
     async def serve(bus_config: BusConfig, named: "Named") -> int:
         from rlbus.workers.vllm_server.supervisor import supervise
 
-        worker.tell(os.getpid(), "starts; `rlbus workers` shows when it is there")
         return await supervise(
             model,
             ctx.args,
@@ -336,6 +336,7 @@ def worker_vllm(
             weight_roots=worker.roots,
             lora_roots=worker.lora_roots,
             is_small=small,
+            on_start=lambda: worker.tell(os.getpid(), "starts; `rlbus workers` shows when it is there"),
         )
 
     if model.startswith("-"):
@@ -464,10 +465,7 @@ class _Worker:
             named = Named.of(self._component, self._instance_id)
             self._who = worker_id(named.identity.component, named.identity.instance_id)
             await (await connect_bus(bus_config, name="rlbus-worker")).aclose()
-            code = await serve(bus_config, named)
-            if code != 0:
-                self._out.error(BrokenError(self._who, "it died again and again; its output above says why"))
-            return ExitCode(code) if code in (ExitCode.OK, ExitCode.USAGE) else ExitCode.FAILED
+            return end_of_worker(await serve(bus_config, named), self._who, self._out)
 
         run_command(self._out, checked)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlbus.cli.output import ExitCode, Output
-from rlbus.errors import BrokenError
+from rlbus.errors import BrokenError, ConfigError
 
 if TYPE_CHECKING:
     from rlbus.server import EmbeddedServer
@@ -91,6 +91,15 @@ async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer
         watching.result()
     serving.result()
     return ExitCode.OK
+
+
+def end_of_worker(status: int, who: str, out: Output) -> ExitCode:
+    """How a command ends whose supervised process ended for good with `status`; says why, with the same code."""
+    if status == ExitCode.OK:
+        return ExitCode.OK
+    if status == ExitCode.USAGE:
+        return out.error(ConfigError("worker", who, "its process was called in a wrong way; its output above says how"))
+    return out.error(BrokenError(who, "it died again and again; its output above says why"), ExitCode.FAILED)
 
 
 def log_as_service() -> None:

@@ -87,8 +87,10 @@ def test_what_is_refused_ends_with_its_code_and_one_line(url: str, tmp_path: Pat
     ):
         done = rlbus("lora", *argv, url=url)
         assert (done.code, part in done.stderr) == (2, True), done.stderr
-    nothing = rlbus("lora", "load", "judge", "--from", str(tmp_path / "nowhere"), "--json", url=url)
-    assert (nothing.code, nothing.document["error"]["code"]) == (1, "AdapterError")
+    (tmp_path / "empty").mkdir()
+    for name, ends in (("nowhere", (2, "ConfigError")), ("empty", (1, "AdapterError"))):
+        nothing = rlbus("lora", "load", "judge", "--from", str(tmp_path / name), "--json", url=url)
+        assert (nothing.code, nothing.document["error"]["code"]) == ends
     assert rlbus("lora", "unload", "judge", url=url).code == 0
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlbus.config import BusConfig
@@ -28,6 +28,7 @@ async def supervise(
     is_small: bool = False,
     log: Path | None = None,
     policy: RestartPolicy | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> int:
     """Run a server until SIGTERM or SIGINT; the exit code. The CLI calls it, on the main thread.
 
@@ -38,6 +39,7 @@ async def supervise(
         lora_roots: folders below which adapters may be loaded from; none leaves RLBUS_LORA_ROOTS as it is.
         is_small: add `small_machine_env()`.
         log: where the server's output goes; None is stderr, with a prefix.
+        on_start: called once it is known what to start, before that is there.
 
     Raises:
         ConfigError: no vLLM is installed, or options that can't work.
@@ -48,7 +50,9 @@ async def supervise(
     def build(env: Mapping[str, str], run_dir: str) -> WorkerCommand:
         if is_small:
             env = {**small_machine_env(), **env}
-        return server_command(model, options, is_cpu_build=is_cpu, bus_env=env, environ=os.environ, run_dir=run_dir)
+        command = server_command(model, options, is_cpu_build=is_cpu, bus_env=env, environ=os.environ, run_dir=run_dir)
+        on_start()
+        return command
 
     return await supervise_worker(
         build,

@@ -136,6 +136,28 @@ def test_a_pause_returns_its_report_and_carries_its_arguments() -> None:
     play(answer_ok, scenario)
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan")])
+def test_a_number_that_json_does_not_have_is_refused_before_it_is_sent(seconds: float) -> None:
+    """It would arrive as null: a lease of it as a hold for ever, a deadline of it as nothing that anybody can read."""
+
+    async def scenario(fleet: FleetClient, controller: ScriptedController) -> None:
+        asked: list[tuple[str, Awaitable[object]]] = [
+            ("lease_s", fleet.pause(lease_s=seconds)),
+            ("deadline_s", fleet.resume(deadline_s=seconds)),
+            ("deadline_s", fleet.status(deadline_s=seconds)),
+            ("deadline_s", fleet.wait_ready(num_workers=1, deadline_s=seconds)),
+            ("deadline_s", fleet.cancel("op", deadline_s=seconds)),
+            ("deadline_s", fleet.load_lora("policy", "/nonexistent", deadline_s=seconds)),
+            ("drain_s", fleet.unload_lora("policy", drain_s=seconds)),
+        ]
+        for name, verb in asked:
+            with pytest.raises(ConfigError, match=f"{name}=(inf|nan)"):
+                await verb
+        assert controller.requests == []
+
+    play(answer_ok, scenario)
+
+
 def test_every_verb_sends_its_own_request() -> None:
     """resume, flush, abort, reload, versions, status, sleep and wake reach the subjects of their ops."""
 

@@ -1,0 +1,111 @@
+"""`rlbus worker ...`: how it ends when its process did, and that it says nothing before it is known to start."""
+
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlbus.cli.app import app
+from rlbus.cli.output import ExitCode
+
+pytestmark = pytest.mark.unit
+
+ENV = {"RLBUS_URL": "nats://127.0.0.1:9", "RLBUS_STATE_DIR": None, "RLBUS_INSTANCE_ID": "7"}
+
+
+class NoBus:
+    """A bus that is there."""
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.fixture(autouse=True)
+def bus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There is one."""
+
+    async def connect(config: Any, *, name: str) -> NoBus:
+        return NoBus()
+
+    monkeypatch.setattr("rlbus.connecting.connect_bus", connect)
+    yield
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, supervisor: str, status: int) -> None:
+    """Have the supervised process end so."""
+
+    async def supervise(*_: Any, **how: Any) -> int:
+        return status
+
+    monkeypatch.setattr(supervisor, supervise)
+
+
+FAKE = (("worker", "fake"), "rlbus.workers.supervisor.worker.supervise_worker")
+DYNAMO = (
+    ("worker", "dynamo", "--url", "http://a:1", "--bus", "nats://h:1"),
+    "rlbus.workers.dynamo.supervisor.supervise",
+)
+
+
+@pytest.mark.parametrize(("command", "supervisor"), [FAKE, DYNAMO])
+@pytest.mark.parametrize(
+    ("status", "code", "name", "why"),
+    [
+        (1, ExitCode.FAILED, "BrokenError", "died again and again"),
+        (2, ExitCode.USAGE, "ConfigError", "called in a wrong way"),
+    ],
+)
+def test_the_document_of_a_worker_that_failed_has_the_code_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    supervisor: str,
+    status: int,
+    code: ExitCode,
+    name: str,
+    why: str,
+) -> None:
+    """And the reason of that code: one that was called in a wrong way has died once."""
+    ended(monkeypatch, supervisor, status)
+    done = CliRunner().invoke(app, [*command, "--json"], env=ENV)
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["exit_code"], document["error"]["code"]) == (code, code, name)
+    assert why in document["error"]["message"]
+    assert why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "options", "problem"),
+    [(False, (), "vLLM is not installed"), (True, ("--api-server-count", "2"), "--api-server-count")],
+)
+def test_a_vllm_server_that_cannot_be_started_has_one_document_the_error(
+    monkeypatch: pytest.MonkeyPatch, is_installed: bool, options: tuple[str, ...], problem: str
+) -> None:
+    """It isn't told as a worker before it is known what to start."""
+
+    def version(name: str) -> str:
+        if is_installed:
+            return "1"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    done = CliRunner().invoke(app, ["worker", "vllm", "MODEL", "--json", *options], env=ENV)
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["exit_code"]) == (ExitCode.USAGE, ExitCode.USAGE)
+    assert problem in document["error"]["message"]
+
+
+def test_a_vllm_server_is_told_once_it_is_known_what_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first life, which takes minutes until it is there."""
+    seen: list[Any] = []
+
+    async def keep_running(command: Any, *_: Any) -> int:
+        seen.append(command)
+        return 0
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr("rlbus.workers.supervisor.worker.keep_running", keep_running)
+    done = CliRunner().invoke(app, ["worker", "vllm", "MODEL", "--json"], env=ENV)
+    assert (done.exit_code, json.loads(done.stdout)["worker"], len(seen)) == (ExitCode.OK, "backend/7", 1)
