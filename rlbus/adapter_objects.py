@@ -9,10 +9,12 @@ the folder it writes to is thrown away by its owner.
 import asyncio
 import hashlib
 import struct
+import threading
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -161,15 +163,15 @@ class _Reader:
 
     async def to_file(self, path: Path, num_bytes: int, source: ObjectSource) -> None:
         """The next `num_bytes` into a new file, in threads that can be left behind: its disk may hang."""
-        file = await run_in_thread(lambda: path.open("xb"), name=_THREAD)
+        file = _NewFile(path)
         try:
+            await run_in_thread(file.open, name=_THREAD)
             while num_bytes:
                 part = self._rest or await self._next(source)
                 part, self._rest = part[:num_bytes], part[num_bytes:]
                 await run_in_thread(partial(file.write, part), name=_THREAD)
                 num_bytes -= len(part)
         except BaseException:
-            # A write that hangs holds the file; closing it waits for that one.
             start_in_thread(file.close, name=_THREAD)
             raise
         await run_in_thread(file.close, name=_THREAD)
@@ -184,6 +186,36 @@ class _Reader:
         if not part:
             raise _mismatch(source, "it ends too early")
         return part
+
+
+class _NewFile:
+    """A file that is written in threads, of which one that hangs may be left behind: closing waits for that one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._file: BinaryIO | None = None
+        self._is_closed = False
+
+    def open(self) -> None:
+        """Make it, unless it was closed meanwhile. Raises OSError."""
+        with self._lock:
+            if not self._is_closed:
+                self._file = self._path.open("xb")
+
+    def write(self, part: bytes) -> None:
+        """At its end. Raises OSError."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write(part)
+
+    def close(self) -> None:
+        """No more is written. Idempotent. Raises OSError."""
+        with self._lock:
+            self._is_closed = True
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
 
 
 def _files_of(header: bytes, source: ObjectSource) -> list[PackedFile]:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlbus.cli.options import Json, run_command
-from rlbus.cli.output import ExitCode, Output, complain
+from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
-from rlbus.cli.services import heard_or_not, log_as_service, notice
-from rlbus.cli.services import end_of_worker, log_as_service
+from rlbus.cli.services import end_of_worker, heard_or_not, log_as_service, notice
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
 
@@ -145,7 +144,6 @@ class _Adoption:
             system=self._system(),
             on_ready=lambda: self._tell(os.getpid()),
             on_change=notice,
-            on_change=lambda text: complain(f"rlbus: {text}"),
         )
         return ExitCode.OK
 

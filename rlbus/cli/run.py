@@ -12,8 +12,14 @@ import typer
 from rlbus.cli.lora import FrontendUrl, frontend_of
 from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
 from rlbus.cli.output import ExitCode, Output
-from rlbus.cli.services import heard_or_not, log_as_service, supervised, terminated_as_interrupted, until_stopped
-from rlbus.cli.services import end_of_worker, log_as_service, supervised, until_stopped
+from rlbus.cli.services import (
+    end_of_worker,
+    heard_or_not,
+    log_as_service,
+    supervised,
+    terminated_as_interrupted,
+    until_stopped,
+)
 from rlbus.config import DEFAULT_NAMESPACE, BusConfig
 from rlbus.errors import BrokenError, ConfigError
 from rlbus.schemas import worker_id

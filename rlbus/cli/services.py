@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlbus.cli.output import ExitCode, Output
+from rlbus.cli.output import ExitCode, Output, UnwrittenError, complain
 from rlbus.errors import BrokenError, ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def heard_or_not() -> Iterator[None]:
     """Around what a service says to people on stdout: they may be gone, or the disk full, and the service goes on."""
     try:
         yield
-    except (OSError, ValueError, AttributeError):  # AttributeError: there is no stdout at all
+    except (UnwrittenError, OSError, ValueError, AttributeError):  # AttributeError: there is no stdout at all
         # What is left in the buffer would fail once more, at the interpreter's own end.
         with contextlib.suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as nobody:
             os.dup2(nobody.fileno(), sys.stdout.fileno())
@@ -65,8 +65,7 @@ def heard_or_not() -> Iterator[None]:
 
 def notice(text: str) -> None:
     """Say on stderr what a service has just done by itself, to whoever is there to read it."""
-    with contextlib.suppress(OSError, ValueError):
-        typer.echo(f"rlbus: {text}", err=True)
+    complain(f"rlbus: {text}")
 
 
 async def supervised(service: Coroutine[Any, Any, None], server: "EmbeddedServer", out: Output) -> ExitCode:

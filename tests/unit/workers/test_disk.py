@@ -31,7 +31,7 @@ DEAD = "/dead/x"
 LENT = {"find_tokenizer", "self._generator.close", "expected_tensors", "expected_draft", "model_tensors"}
 LENT |= {"expected_of", "expected_from", "_slim"}
 # Or on folders that only rlbus writes in: copies of adapters that a sidecar has left.
-LENT |= {"sweep"}
+LENT |= {"written.wait", "sweep"}
 
 
 class HungDisk:
