@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,14 +23,13 @@ class NoBus:
 
 
 @pytest.fixture(autouse=True)
-def bus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def bus(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one."""
 
     async def connect(config: Any, *, name: str) -> NoBus:
         return NoBus()
 
     monkeypatch.setattr("rlbus.connecting.connect_bus", connect)
-    yield
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, supervisor: str, status: int) -> None:
