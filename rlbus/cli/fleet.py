@@ -1,5 +1,6 @@
 """Commands that ask the controller: workers, status, history, versions, pause, sleep, flush, abort, update, cancel."""
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable
@@ -22,10 +23,10 @@ from rlbus.cli.options import (
     target_of,
     version_of,
 )
-from rlbus.cli.output import ExitCode, Output, complain, exit_code_of_report
+from rlbus.cli.output import ExitCode, Output, complain, exit_code_of_report, one_line
 from rlbus.cli.views import failure_text, present, show_history, show_report, show_status, show_workers
 from rlbus.client import QUESTION_DEADLINE_S, RELOAD_DEADLINE_S, SLEEP_DEADLINE_S, VERB_DEADLINE_S, FleetClient
-from rlbus.errors import ConfigError, DeadlineError, refused
+from rlbus.errors import BrokenError, ConfigError, DeadlineError, refused
 from rlbus.schemas import FaultCode, FleetView, PauseMode, Report, SleepTag, Target
 
 # How long `--watch` waits for an event before it looks again anyway (ages grow).
@@ -400,13 +401,28 @@ def _code_of_view(view: FleetView) -> ExitCode:
     return ExitCode.OK if present(view) else ExitCode.NOTHING_THERE
 
 
+def _clear() -> None:
+    if sys.stdout is not None and sys.stdout.isatty():
+        typer.echo(CLEAR, nl=False)
+
+
 async def _watch(out: Output, fleet: FleetClient, deadline_s: float) -> NoReturn:
-    """Show the fleet after each event, and every WATCH_S, until cancelled."""
+    """Show the fleet after each event, and every WATCH_S, until cancelled. Once it was there, a server or a controller
+    that is away is shown, too: it comes back.
+    """
+    view: FleetView | None = None
     async with fleet.watch() as events:
         while True:
-            view = await fleet.status(deadline_s=deadline_s)
-            if sys.stdout.isatty():
-                typer.echo(CLEAR, nl=False)
+            try:
+                view = await fleet.status(deadline_s=deadline_s)
+            except (BrokenError, DeadlineError) as exc:
+                if view is None:
+                    raise
+                _clear()
+                out.line(f"{one_line(exc)}; looking again")
+                await asyncio.sleep(WATCH_S)
+                continue
+            _clear()
             show_status(out, view)
             with contextlib.suppress(DeadlineError):
                 await events.next(WATCH_S)

@@ -63,6 +63,7 @@ def worker_vllm_grpc(
     try:
         headers, key = headers_of(header), key_of(api_key_env)
         _check(server, target, no_restart=no_restart)
+        _check_place(server, http_url, tls=tls, is_small=small)
         peer = None if target is None else _peer(target, tls, key, headers)
     except ConfigError as exc:
         worker.fail(exc)
@@ -103,6 +104,16 @@ def _check(server: list[str] | None, target: str | None, *, no_restart: bool) ->
     if server:
         check_options(server)
         binary(os.environ)
+
+
+def _check_place(server: list[str] | None, http_url: str | None, *, tls: bool, is_small: bool) -> None:
+    """Raises: ConfigError: an option that only the other way to run it has; it would be dropped without a word."""
+    if server and http_url is not None:
+        raise ConfigError("--http-url", http_url, "it goes with --target; a server that is started here has its own")
+    if server and tls:
+        raise ConfigError("--tls", True, "it goes with --target; start a server with TLS yourself")
+    if not server and is_small:
+        raise ConfigError("--small", True, "it is for a server that is started here, not for one that runs")
 
 
 def _peer(target: str, tls: bool, key: str | None, headers: dict[str, str]) -> "Peer":

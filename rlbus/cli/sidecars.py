@@ -96,6 +96,12 @@ def worker_vllm_http(
             raise ConfigError("MODEL", server[0], "give the model first, then vLLM's options")
         if server and no_restart:
             raise ConfigError("--no-restart", True, "it goes with --url; start the server yourself")
+        if server:
+            from rlbus.workers.vllm_http.supervisor import given_port
+
+            given_port(server[1:])
+        elif small:
+            raise ConfigError("--small", True, "it is for a server that is started here, not for one that runs")
         if url is not None:
             from rlbus.workers.peer_http import Peer
 

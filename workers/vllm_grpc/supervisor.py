@@ -19,7 +19,7 @@ from rlbus.workers.supervisor.environment import Named, state_dir_for, worker_en
 from rlbus.workers.supervisor.farewell import Farewells
 from rlbus.workers.supervisor.restarts import RestartPolicy
 from rlbus.workers.supervisor.supervise import Supervision, WorkerCommand, stop_signal
-from rlbus.workers.vllm_http.supervisor import LOST, Pair, agent_command, kept_port, run_pair
+from rlbus.workers.vllm_http.supervisor import LOST, Pair, agent_command, given_port, kept_port, run_pair
 from rlbus.workers.vllm_server.attachment import RUN_DIR
 from rlbus.workers.vllm_server.command import DEFAULT_TRANSFER, HOST, PLUGIN, option_value, small_machine_env
 
@@ -59,6 +59,7 @@ def check_options(server: Sequence[str]) -> None:
     for name in (_PORT, _GRPC_PORT):
         if option_value(front, name) == "0":
             raise ConfigError(name, "0", "leave it out; a free port is taken then, and kept")
+        given_port(front, name)
 
 
 def pair_of(

@@ -144,20 +144,40 @@ def _without_port(options: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
+def given_port(options: Sequence[str], name: str = _PORT) -> int | None:
+    """The port that the options name; None: they leave it to us.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    text = option_value(options, name)
+    if text in (None, "0"):
+        return None
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise ConfigError(name, text, "use 1 to 65535, or leave it out; a free port is taken then, and kept")
+    return int(text)
+
+
 @contextlib.contextmanager
 def kept_port(options: Sequence[str]) -> Iterator[int]:
     """The port for the server: the given one, or a free one that stays bound while inside.
 
     Linux lets two sockets with SO_REUSEADDR, which vLLM sets, share a port as long as only one of them listens.
+
+    Raises:
+        ConfigError: the port is none, or nothing can listen on the host.
     """
-    if _has_port(options):
-        yield int(str(option_value(options, _PORT)))
+    if (given := given_port(options)) is not None:
+        yield given
         return
     host = option_value(options, _HOST) or HOST
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, 0))
+        try:
+            sock.bind((host, 0))
+        except OSError as exc:
+            raise ConfigError(_HOST, host, f"nothing can listen there: {exc.strerror or exc}") from exc
         yield int(sock.getsockname()[1])
 
 

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.unit
         (("--url", "http://h:1", "--api-key-env", "NOT_SET"), "there is no variable of that name"),
         (("--", "--dtype", "float32"), "give the model first"),
         (("--no-restart", "--", "MODEL"), "it goes with --url"),
+        (("--url", "http://h:1", "--small"), "--small"),
+        (("--", "MODEL", "--port", "abc"), "--port='abc'"),
+        (("--", "MODEL", "--port=70000"), "--port='70000'"),
         (("--bus", "nats://h:1", "--url", "http://h:1", "--system-host", "::"), "RLBUS_SYSTEM_TOKEN"),
         (("--bus", "nats://h:1", "--url", "http://h:1", "--no-restart", "--system-host", "::"), "RLBUS_SYSTEM_TOKEN"),
     ],
@@ -37,6 +40,27 @@ def test_what_cannot_work_is_refused_with_what_to_do(
     assert done.exit_code == ExitCode.USAGE
     assert problem in done.stderr
     assert "hunter2" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("--http-url", "http://h:1", "--", "MODEL"), "--http-url"),
+        (("--tls", "--", "MODEL"), "--tls"),
+        (("--small", "--target", "h:1"), "--small"),
+        (("--", "MODEL", "--port", "abc"), "--port"),
+        (("--", "MODEL", "--grpc-port", "-1"), "--grpc-port"),
+    ],
+)
+def test_an_option_of_the_other_way_to_run_a_grpc_sidecar_is_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], name: str
+) -> None:
+    """Not dropped without a word."""
+    pytest.importorskip("grpc")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/bin/true")
+    done = CliRunner().invoke(app, ["worker", "vllm-grpc", *arguments], env={"RLBUS_URL": None})
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert f"rlbus: {name}=" in done.stderr
 
 
 def test_headers_and_key_are_read_as_given(monkeypatch: pytest.MonkeyPatch) -> None:

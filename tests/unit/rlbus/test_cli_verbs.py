@@ -1,7 +1,9 @@
 """Commands that ask the fleet: what they are given is checked before anything is connected, and how they end."""
 
+import asyncio
 import errno
 import io
+import itertools
 import json
 import os
 import sys
@@ -10,10 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rlbus.bus import Bus
 from rlbus.cli.app import app
-from rlbus.cli.output import ExitCode
+from rlbus.cli.fleet import WATCH_S, _watch
+from rlbus.cli.output import ExitCode, Output
 from rlbus.client import FleetClient
-from rlbus.schemas import Fault, FaultCode, OpStatus, Report
+from rlbus.errors import BrokenError, DeadlineError, RLBusError
+from rlbus.schemas import Fault, FaultCode, FleetView, OpStatus, Report
+from rlbus.testing import LoopClock, MemoryBroker, run
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +73,7 @@ class Unwritable(io.StringIO):
 
 
 REPORT = Report(op_id="o", op="pause", status=OpStatus.OK, outcomes=(), phases_s={}, took_s=0.0)
+VIEW = FleetView(namespace="n", term=1, version=None, epoch=None, op_id=None, members=())
 BUSY = Fault(code=FaultCode.BUSY, message="another op runs")
 REFUSED = Report(op_id="o", op="pause", status=OpStatus.REFUSED, outcomes=(), phases_s={}, took_s=0.0, fault=BUSY)
 
@@ -150,3 +157,32 @@ def test_a_verb_whose_output_is_read_has_it(answers: dict[str, Report], capsys: 
     """As ever."""
     assert end_of("pause", "--json") == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["op_id"] == "o"
+
+
+def test_a_watch_outlives_a_server_and_a_controller_that_are_away(capsys: pytest.CaptureFixture[str]) -> None:
+    """It says so and looks again; only the first look may fail, which is a command that finds nothing there."""
+    away = [BrokenError("nats", "gone"), DeadlineError("status", 10.0), BrokenError("namespace n", "no controller")]
+    looks: list[RLBusError | FleetView | asyncio.CancelledError] = [VIEW, *away, VIEW, asyncio.CancelledError()]
+    times: list[float] = []
+
+    class Watched(FleetClient):
+        async def status(self, *, deadline_s: float = 1.0) -> FleetView:
+            times.append(asyncio.get_running_loop().time())
+            look = looks.pop(0)
+            if isinstance(look, FleetView):
+                return look
+            raise look
+
+    async def watch() -> None:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            await _watch(Output(False), Watched(bus, "n"), 1.0)
+
+    with pytest.raises(asyncio.CancelledError):
+        run(watch())
+    told = capsys.readouterr().out
+    assert (told.count("controller term 1"), told.count("; looking again\n")) == (2, 3)
+    assert "nats: gone; looking again\n" in told
+    assert [later - time for time, later in itertools.pairwise(times)] == [WATCH_S] * 5
+    looks[:] = [BrokenError("namespace n", "no controller")]
+    with pytest.raises(BrokenError):
+        run(watch())

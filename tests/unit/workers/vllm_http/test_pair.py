@@ -130,3 +130,10 @@ def test_free_port_stays_taken_for_the_server() -> None:
             other.bind(("127.0.0.1", port))
     with kept_port(("--port", "9000")) as given:
         assert given == 9000
+
+
+def test_host_on_which_nothing_can_listen_is_told() -> None:
+    """As a setting that is wrong."""
+    with pytest.raises(ConfigError) as caught, kept_port(("--host", "203.0.113.1")):
+        pass
+    assert caught.value.name == "--host"
