@@ -131,8 +131,8 @@ def run_command(out: Output, work: Callable[[], Coroutine[Any, Any, ExitCode]]) 
         code = asyncio.run(work())
     except (RLBusError, KeyboardInterrupt) as exc:
         code = out.error(exc)
-    except Exception as exc:  # noqa: BLE001 - a bug of ours: one line for the user, the traceback with -v
-        _log.info("the command failed", exc_info=True)
+    except Exception as exc:  # noqa: BLE001 - a bug of ours: one line for the user, the traceback with -vv
+        _log.debug("the command failed", exc_info=True)
         code = out.error(exc)
     raise typer.Exit(int(code))
 

@@ -223,7 +223,7 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RLBusError):
         return text
-    return f"unexpected {type(error).__name__}: {text} (run with `rlbus -v` for the traceback, and please report it)"
+    return f"unexpected {type(error).__name__}: {text} (run with `rlbus -vv` for the traceback, and please report it)"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -2,13 +2,17 @@
 
 import importlib.metadata
 import json
+import logging
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from rlbus.cli.app import app
-from rlbus.cli.output import ExitCode
+from rlbus.cli.options import run_command
+from rlbus.cli.output import ExitCode, Output
+from rlbus.cli.services import log_as_service
 
 pytestmark = pytest.mark.unit
 
@@ -107,3 +111,22 @@ def test_a_vllm_server_is_told_once_it_is_known_what_to_start(monkeypatch: pytes
     monkeypatch.setattr("rlbus.workers.supervisor.worker.keep_running", keep_running)
     done = CliRunner().invoke(app, ["worker", "vllm", "MODEL", "--json"], env=ENV)
     assert (done.exit_code, json.loads(done.stdout)["worker"], len(seen)) == (ExitCode.OK, "backend/7", 1)
+
+
+@pytest.mark.parametrize(
+    ("level", "is_shown"), [(logging.CRITICAL, False), (logging.INFO, False), (logging.DEBUG, True)]
+)
+def test_a_service_shows_a_traceback_only_if_asked(
+    caplog: pytest.LogCaptureFixture, level: int, is_shown: bool
+) -> None:
+    """Though it logs what it does: by `-vv`."""
+
+    async def work() -> ExitCode:
+        raise ZeroDivisionError("oops")
+
+    caplog.set_level(level)
+    log_as_service()
+    with pytest.raises(typer.Exit) as caught:
+        run_command(Output(False), work)
+    assert caught.value.exit_code == ExitCode.FAILED
+    assert any(record.exc_info for record in caplog.records) is is_shown
