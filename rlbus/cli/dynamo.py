@@ -11,7 +11,7 @@ import typer
 from rlbus.cli.options import Json, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
-from rlbus.cli.services import end_of_worker, heard_or_not, log_as_service, notice
+from rlbus.cli.services import end_of_worker, log_as_service, notice
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
 
@@ -202,7 +202,7 @@ class _Adoption:
 
     def _tell(self, pid: int) -> None:
         namespace = self._config().namespace
-        with heard_or_not():
+        with self.out.aside():
             if self.out.is_json:
                 self.out.document({"namespace": namespace, "pid": os.getpid(), "worker_pid": pid})
             self.out.line(f"adopts Dynamo's workers into namespace {namespace}; Ctrl-C ends it")

@@ -14,7 +14,6 @@ from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_comm
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.services import (
     end_of_worker,
-    heard_or_not,
     log_as_service,
     supervised,
     terminated_as_interrupted,
@@ -131,7 +130,7 @@ def up(
                 if is_told:  # it lost the lease for a while, and leads again
                     return
                 is_told = True
-                with heard_or_not():
+                with out.aside():
                     tell()
 
             def on_http(base: str) -> None:
@@ -180,7 +179,7 @@ def controller(
         def tell(role: str, line: str) -> None:
             nonlocal is_told
             also = f", over HTTP on {at['http_url']}" if at else ""
-            with heard_or_not():
+            with out.aside():
                 if json and not is_told:
                     out.document({"namespace": config.namespace, "pid": os.getpid(), "role": role} | at)
                 out.line(f"controller of namespace {config.namespace} {line} on {config.url}{also}; Ctrl-C ends it")
@@ -411,7 +410,7 @@ class _Worker:
         self._is_told = True
         namespace = self._config().namespace
         document = {"worker": self._who, "namespace": namespace, "pid": os.getpid(), "worker_pid": worker_pid}
-        with heard_or_not():
+        with self._out.aside():
             if self._json:
                 self._out.document(document)
             self._out.line(f"worker {self._who} of namespace {namespace} {line}")

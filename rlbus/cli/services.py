@@ -3,15 +3,13 @@
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import sys
 from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlbus.cli.output import ExitCode, Output, UnwrittenError, complain
+from rlbus.cli.output import ExitCode, Output, complain
 from rlbus.errors import BrokenError, ConfigError
 
 if TYPE_CHECKING:
@@ -50,17 +48,6 @@ def terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def heard_or_not() -> Iterator[None]:
-    """Around what a service says to people on stdout: they may be gone, or the disk full, and the service goes on."""
-    try:
-        yield
-    except (UnwrittenError, OSError, ValueError, AttributeError):  # AttributeError: there is no stdout at all
-        # What is left in the buffer would fail once more, at the interpreter's own end.
-        with contextlib.suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as nobody:
-            os.dup2(nobody.fileno(), sys.stdout.fileno())
 
 
 def notice(text: str) -> None:
