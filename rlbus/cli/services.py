@@ -43,7 +43,10 @@ async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCo
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
     """Inside, below `run_command`, SIGTERM does what Ctrl-C does: all is taken down, and the code is 130."""
-    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    interrupted = signal.getsignal(signal.SIGINT)
+    # A shell lets what it starts in the background ignore Ctrl-C, and that is no way to end.
+    ends = interrupted if callable(interrupted) else signal.default_int_handler
+    before = signal.signal(signal.SIGTERM, ends)
     try:
         yield
     finally:

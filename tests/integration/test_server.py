@@ -194,6 +194,22 @@ def test_a_server_whose_temporary_folder_was_removed_comes_back_if_it_kept_nothi
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_store_that_was_removed_is_never_made_anew(tmp_path: Path, own: bool) -> None:
+    """Also where the rest is still there, or the folder was the user's: an empty one knows no term of the fleet's."""
+
+    async def scenario() -> None:
+        async with EmbeddedServer(store_dir=None if own else tmp_path / "store") as server:
+            assert server._folder is not None
+            store = server._folder / "jetstream" if own else tmp_path / "store"
+            shutil.rmtree(store)
+            with pytest.raises(BrokenError, match="was removed, and what it kept there is lost"):
+                await server.restart()
+            assert not store.exists()
+
+    asyncio.run(scenario())
+
+
 def test_a_store_serves_one_server_at_a_time(tmp_path: Path) -> None:
     """The second is refused by name; when the first has ended, the folder is free."""
 

@@ -79,6 +79,7 @@ class Sleeping:
         is_last = waking == asleep
         if is_last and is_unfit:
             text = "the engine would generate on torn weights or a torn draft; wake them, update, then wake the rest"
+            text += "; a draft that no update reaches here takes a restart of the server"
             raise refused(FaultCode.WRONG_STATE, text, asleep=", ".join(in_order(asleep)))
         if is_last and await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S) == TORN:
             text = "the engine would generate with discarded weights; wake them, update, and then wake the KV cache"

@@ -64,10 +64,11 @@ def test_a_demo_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert 'pip install "rlbus[torch]"' in told
 
 
+@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
 def test_sigterm_ends_a_demo_as_ctrl_c_does_and_its_folder_goes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ctrl_c: Any
 ) -> None:
-    """What it started is taken down on the way."""
+    """What it started is taken down on the way. Also in a shell's background, where Ctrl-C is ignored."""
     pytest.importorskip("torch")
     made: list[str] = []
 
@@ -90,7 +91,11 @@ def test_sigterm_ends_a_demo_as_ctrl_c_does_and_its_folder_goes(
     monkeypatch.setattr(run, "EmbeddedServer", Server)
     monkeypatch.setattr(run, "_make_model", make_model)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, document, _ = demo()
+    before = signal.signal(signal.SIGINT, ctrl_c)
+    try:
+        code, document, _ = demo()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (code, document["exit_code"]) == (130, 130)
     assert (len(made), list(tmp_path.iterdir())) == (1, [])
 

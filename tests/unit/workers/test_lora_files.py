@@ -17,10 +17,11 @@ import pytest
 
 from rlbus.adapter import ADAPTER_FILES, WEIGHTS_FILE, adapter_sum
 from rlbus.bus import Bus
-from rlbus.errors import FaultError
+from rlbus.errors import BusyError, FaultError
 from rlbus.schemas import FaultCode, FolderSource, ObjectSource
 from rlbus.workers import lora_files
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.disk import DiskThreads
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.lora_testing import config_for, fake_adapter
 
@@ -230,6 +231,26 @@ def test_room_that_is_made_for_nobody_takes_no_copy_that_is_wanted_since(
     asyncio.run(main())
     gate.open()
     assert {path.name for path in (tmp_path / "cache" / "w").iterdir()} == {checksum for _, checksum in others[1:]}
+
+
+def test_copies_on_a_disk_that_hangs_cost_the_disk_of_their_sources_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    """Weights may lie beside the adapters: what is looked for among the copies counts there."""
+    threads = DiskThreads(max_hung=1)
+    monkeypatch.setattr(lora_files.DISK, "run", threads.run)
+    files = files_of(tmp_path)
+    threads.know(AgentConfig(lora_cache_dir=str(tmp_path / "cache"), lora_roots=(str(tmp_path),)))
+    source, checksum = folder_source(fake_adapter(tmp_path / "a", "bytes"))
+    monkeypatch.setattr(files, "_has", held(gate, files._has, lambda *_: True))
+
+    async def main() -> None:
+        await gate.leave(files.bring(source, checksum, NOBODY))
+        assert await threads.run(lambda: "read", str(tmp_path / "step_7")) == "read"
+        with pytest.raises(BusyError, match="cache"):
+            await files.bring(source, checksum, NOBODY)
+
+    asyncio.run(main())
 
 
 def fetching(content: str, fails: BaseException | None = None) -> Callable[[Bus, ObjectSource, Path], Awaitable[None]]:
