@@ -84,13 +84,18 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
             return status
 
 
+def loaded_sums(data: LorasData) -> dict[str, str]:
+    """What an engine serves: id -> the first digits of the checksum ("": nobody knows its bytes). Pure."""
+    return {
+        lora_id(view.name, view.revision): (view.checksum or "")[:SHORT_SUM_CHARS]
+        for view in data.loras
+        if view.revision is not None and view.state is LoraState.LOADED
+    }
+
+
 def _listed(before: LorasView, data: LorasData) -> LorasView:
     """The view of an engine's adapters after its list; with checksums if its agent tells them at all."""
-    loaded = {
-        lora_id(v.name, v.revision): (v.checksum or "")[:SHORT_SUM_CHARS]
-        for v in data.loras
-        if v.revision is not None and v.state is LoraState.LOADED
-    }
+    loaded = loaded_sums(data)
     ids = tuple(sorted(loaded))
     sums = tuple(loaded[i] for i in ids) if len(before.sums) == len(before.ids) else ()
     num_draining = sum(v.state is LoraState.DRAINING for v in data.loras)

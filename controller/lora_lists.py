@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rlbus.controller.catch_up import MAX_AT_ONCE
+from rlbus.controller.learning import loaded_sums
 from rlbus.controller.limits import limits_until
 from rlbus.controller.line import Line
 from rlbus.controller.registry import Member
 from rlbus.errors import RLBusError
-from rlbus.schemas import SHORT_SUM_CHARS, GetLoras, LorasData, LoraState, LorasView, WorkerId, lora_id
+from rlbus.schemas import GetLoras, LorasData, LorasView, WorkerId
 
 _log = logging.getLogger("rlbus.controller")
 
@@ -101,16 +102,8 @@ class LoraLists:
         for worker, boot_id in boots.items():
             answer = answers.get(worker)
             if answer is not None and isinstance(answer.data, LorasData):
-                self._listed[worker] = Listed(boot_id, turn, now_s + KEEP_S, _sums(answer.data))
+                self._listed[worker] = Listed(boot_id, turn, now_s + KEEP_S, loaded_sums(answer.data))
             else:
                 before = self._listed.get(worker)
                 sums = None if before is None or before.boot_id != boot_id else before.sums
                 self._listed[worker] = Listed(boot_id, turn, now_s + AGAIN_S, sums)
-
-
-def _sums(data: LorasData) -> dict[str, str]:
-    return {
-        lora_id(view.name, view.revision): (view.checksum or "")[:SHORT_SUM_CHARS]
-        for view in data.loras
-        if view.revision is not None and view.state is LoraState.LOADED
-    }

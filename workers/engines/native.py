@@ -63,6 +63,37 @@ class ChecksInit(Protocol):
         ...
 
 
+class TakesNative:
+    """Base of an adapter of an engine: `_native`, which its `__init__` sets, is its `NativeEngine`."""
+
+    _native: NativeEngine
+
+    def check_init(self, info: dict[str, Any]) -> None:
+        """See `ChecksInit`. What vLLM's own backends take, only they know."""
+        if isinstance(self._native, ChecksInit):
+            self._native.check_init(info)
+
+    async def init_native(self, info: dict[str, Any]) -> None:
+        """See `NativeEngine`."""
+        await self._native.init_native(info)
+
+    async def shutdown_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.shutdown_native()
+
+    async def start_native(self) -> None:
+        """See `NativeEngine`."""
+        await self._native.start_native()
+
+    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `NativeEngine`."""
+        await self._native.update_native(info)
+
+    async def finish_native(self, version: Version) -> None:
+        """See `NativeEngine`."""
+        await self._native.finish_native(version)
+
+
 def info_of(text: str, *, may_be_list: bool = False) -> Any:
     """The JSON of a caller. Raises RefusedError (`bad_message`): it is none, or of another kind."""
     try:

@@ -41,7 +41,7 @@ from rlbus.transfer.manifest import num_bytes
 from rlbus.workers.addresses import WILDCARDS
 from rlbus.workers.disk import DISK
 from rlbus.workers.engines.base import EngineInfo, Observed, ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
-from rlbus.workers.engines.native import NATIVE_ROUTES
+from rlbus.workers.engines.native import NATIVE_ROUTES, TakesNative
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.engines.torch_loras import TorchLoras
@@ -87,7 +87,7 @@ class _Session:
     is_complete: bool = False
 
 
-class TorchEngine(TorchLoras):
+class TorchEngine(TorchLoras, TakesNative):
     """See the module and `Engine`. Generates with one torch thread.
 
     Args:
@@ -320,31 +320,11 @@ class TorchEngine(TorchLoras):
 
     # --- an update that somebody else's trainer drives
 
-    def check_init(self, info: dict[str, Any]) -> None:
-        """See `ChecksInit`."""
-        self._native.check_init(info)
-
-    async def init_native(self, info: dict[str, Any]) -> None:
-        """See `GroupedNative`."""
-        await self._native.init_native(info)
-
-    async def shutdown_native(self) -> None:
-        """See `GroupedNative`."""
-        await self._native.shutdown_native()
-
-    async def start_native(self) -> None:
-        """See `GroupedNative`."""
-        await self._native.start_native()
-
-    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """See `GroupedNative`."""
-        await self._native.update_native(info)
-
     async def finish_native(self, version: Version) -> None:
         """See `GroupedNative`. The version is told only now."""
         if self._session is not None:
             self._session.version = version
-        await self._native.finish_native(version)
+        await super().finish_native(version)
 
     # --- from disk, and what there is
 

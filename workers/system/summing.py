@@ -26,6 +26,7 @@ class Summing:
     def __init__(self) -> None:
         # Left by the thread itself, however late.
         self._reading: set[str] = set()
+        # One for each loop: a lock belongs to the first one that waits in it, and this object to the whole process.
         self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     async def run(self, path: str, look: Callable[[], str], limit_s: float) -> str:

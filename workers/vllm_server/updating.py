@@ -1,7 +1,6 @@
 """The half of `Engine` about weights that all engines with a vLLM behind them share: `Updates` does it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from rlbus.errors import refused
 from rlbus.schemas import (
@@ -16,14 +15,14 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.workers.engines.base import EngineInfo, ProgressFn, ReadyFn, ReceiveOrder
-from rlbus.workers.engines.native import ChecksInit, NativeEngine
+from rlbus.workers.engines.native import TakesNative
 from rlbus.workers.engines.native_group import GroupedNative
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.updates import Updates
 
 
-class UpdatingEngine:
+class UpdatingEngine(TakesNative):
     """Base of an adapter; see `Engine` for what each method promises.
 
     The adapter's `start` sets `_updates`, and `_expected` if it knows what the model consists of: only then it
@@ -36,7 +35,7 @@ class UpdatingEngine:
         self._expected: ExpectedTensors | None = None
         self._draft: ExpectedTensors | None = None
         # Over rlbus' backend in the ranks it is a group like any other; an adapter may have another way.
-        self._native: NativeEngine = GroupedNative(self)
+        self._native = GroupedNative(self)
 
     @property
     def info(self) -> EngineInfo:
@@ -98,33 +97,6 @@ class UpdatingEngine:
     async def draft_checksums(self) -> ChecksumsData:
         """See `DraftEngine`. As vLLM's own of the target: on a CPU without the linear layers."""
         return await self._ready().draft_checksums()
-
-    # --- an update that somebody else's trainer drives, see `NativeEngine`
-
-    def check_init(self, info: dict[str, Any]) -> None:
-        """See `ChecksInit`. What vLLM's own backends take, only they know."""
-        if isinstance(self._native, ChecksInit):
-            self._native.check_init(info)
-
-    async def init_native(self, info: dict[str, Any]) -> None:
-        """See `NativeEngine`."""
-        await self._native.init_native(info)
-
-    async def shutdown_native(self) -> None:
-        """See `NativeEngine`."""
-        await self._native.shutdown_native()
-
-    async def start_native(self) -> None:
-        """See `NativeEngine`."""
-        await self._native.start_native()
-
-    async def update_native(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """See `NativeEngine`."""
-        await self._native.update_native(info)
-
-    async def finish_native(self, version: Version) -> None:
-        """See `NativeEngine`."""
-        await self._native.finish_native(version)
 
     def _ready(self) -> Updates:
         assert self._updates is not None, "the engine isn't started, or is closed"

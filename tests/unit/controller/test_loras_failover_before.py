@@ -84,31 +84,15 @@ def test_requests_of_an_adapter_that_was_on_its_way_out_outlive_a_load_whose_con
     play([taker(1), taker(2, {"load_lora": {2: replace(failing(), latency_s=3.0)}})], scenario)
 
 
-def test_a_load_that_is_taken_back_leaves_what_a_worker_had_of_the_same_bytes_before(tmp_path: Path) -> None:
-    """Its agent was started beside an engine that had it: the load did nothing there, so there is nothing to undo."""
-    folder = adapter(tmp_path / "a")
-
-    async def scenario(stage: Stage) -> None:
-        engine = stage.workers[1].engine
-        engine.loras.sums["policy", 1] = adapter_sum(folder).checksum
-        await asyncio.sleep(10.0)
-        request = engine.submit("long", [1, 2], num_tokens=900, model="policy@1")
-        stage.on_command = killing(stage, LoadLora, 1.0)
-        report = await stage.client.load_lora("policy", folder, revision=1, check=False)
-        await settled(stage)
-        assert outcomes(report) == {"1": "undone", "2": "undone"}
-        await asyncio.sleep(300.0)
-        assert request.finish == "length"
-        assert serving(stage) == [[], ["policy@1"]]
-
-    play([taker(1, {"load_lora": {1: replace(failing(), latency_s=3.0)}}), taker(2)], scenario)
-
-
-def test_a_load_that_a_controller_of_before_has_written_down_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_written_down", "left"), [(True, ["policy@1"]), (False, [])])
+def test_a_load_that_is_taken_back_leaves_what_a_worker_is_written_down_to_have_had_of_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written_down: bool, left: list[str]
 ) -> None:
-    """Its entry doesn't say who had it: it goes everywhere, and requests end by themselves."""
-    forgetting(monkeypatch)
+    """Its agent was started beside an engine that had it: the load did nothing there, so there is nothing to undo. The
+    entry of a controller of before doesn't say who had it: it goes everywhere, and requests end by themselves.
+    """
+    if not is_written_down:
+        forgetting(monkeypatch)
     folder = adapter(tmp_path / "a")
 
     async def scenario(stage: Stage) -> None:
@@ -122,7 +106,7 @@ def test_a_load_that_a_controller_of_before_has_written_down_is_taken_back(
         assert outcomes(report) == {"1": "undone", "2": "undone"}
         await asyncio.sleep(300.0)
         assert request.finish == "length"
-        assert serving(stage) == [[], []]
+        assert serving(stage) == [[], left]
 
     play([taker(1, {"load_lora": {1: replace(failing(), latency_s=3.0)}}), taker(2)], scenario)
 

@@ -19,7 +19,7 @@ from rlbus.adapter import ADAPTER_FILES, WEIGHTS_FILE, adapter_sum
 from rlbus.bus import Bus
 from rlbus.errors import BusyError, FaultError
 from rlbus.schemas import FaultCode, FolderSource, ObjectSource
-from rlbus.workers import lora_files
+from rlbus.workers import disk, lora_files
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.disk import DiskThreads
 from rlbus.workers.lora_files import LoraFiles
@@ -238,7 +238,7 @@ def test_copies_on_a_disk_that_hangs_cost_the_disk_of_their_sources_nothing(
 ) -> None:
     """Weights may lie beside the adapters: what is looked for among the copies counts there."""
     threads = DiskThreads(max_hung=1)
-    monkeypatch.setattr(lora_files.DISK, "run", threads.run)
+    monkeypatch.setattr(disk.DISK, "run", threads.run)
     files = files_of(tmp_path)
     threads.know(AgentConfig(lora_cache_dir=str(tmp_path / "cache"), lora_roots=(str(tmp_path),)))
     source, checksum = folder_source(fake_adapter(tmp_path / "a", "bytes"))

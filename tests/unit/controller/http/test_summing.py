@@ -2,7 +2,6 @@
 
 import errno
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,12 @@ from rlbus.testing import run
 from tests.unit.controller.http.side import code_of, over_http
 from tests.unit.controller.lora_stage import adapter, takers
 from tests.unit.controller.scene import Scene
+from tests.unit.hung_disk import LEFT_S, HungDisk
 
 pytestmark = pytest.mark.unit
 
 # For how long a hanging thread is waited for, in real seconds.
 LIMIT_S = 0.05
-# A test that fails leaves no thread for longer, in seconds.
-LEFT_S = 30.0
-
-
-class HungDisk:
-    """Reads of folders named "hung" don't return before `heal`."""
-
-    def __init__(self) -> None:
-        self._is_well = threading.Event()
-        self.threads: list[threading.Thread] = []
-
-    def read(self, folder: Path) -> Any:
-        """As `adapter_sum`."""
-        if folder.name.startswith("hung"):
-            self.threads.append(threading.current_thread())
-            self._is_well.wait(LEFT_S)
-        return adapter_sum(folder)
-
-    def heal(self) -> None:
-        """Give back what hangs."""
-        self._is_well.set()
-        for thread in self.threads:
-            thread.join(LEFT_S)
 
 
 @pytest.fixture

@@ -1,45 +1,22 @@
 """Adapters' folders on a disk that hangs: whoever loads another one hardly waits, and is told what is wrong."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlbus.adapter import adapter_sum
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.lora import LoraInfo
 from rlbus.workers.lora_testing import config_for, fake_adapter
 from rlbus.workers.system import dynamo_loras, summing
 from rlbus.workers.system.testing import Front, on_surface
+from tests.unit.hung_disk import HungDisk
 
 pytestmark = pytest.mark.unit
 
-# For how long a hanging thread is waited for, and a test that fails leaves it, in real seconds.
+# For how long a hanging thread is waited for, in real seconds.
 SOON_S = "0.05"
-LEFT_S = 30.0
-
-
-class HungDisk:
-    """Reads of folders named "hung..." don't return before `heal`."""
-
-    def __init__(self) -> None:
-        self._is_well = threading.Event()
-        self.threads: list[threading.Thread] = []
-
-    def read(self, folder: Path) -> Any:
-        """As `adapter_sum`."""
-        if folder.name.startswith("hung"):
-            self.threads.append(threading.current_thread())
-            self._is_well.wait(LEFT_S)
-        return adapter_sum(folder)
-
-    def heal(self) -> None:
-        """Give back what hangs."""
-        self._is_well.set()
-        for thread in self.threads:
-            thread.join(LEFT_S)
 
 
 @pytest.fixture
