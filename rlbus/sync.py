@@ -14,10 +14,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
@@ -67,20 +67,21 @@ class LoopThread:
         if problem is not None:
             work.close()
             raise problem from self._death
-        tasks: list[asyncio.Task[Any]] = []
-        future = self._submit(_remembered(work, tasks))
+        call = _Call(work)
         try:
+            # A signal may come at any of these steps, and finds the loop's side ahead of this one, or behind it.
+            self._schedule(call.start)
             # In short waits: a signal that another thread received is seen by the main thread only when it wakes up.
-            while not concurrent.futures.wait([future], timeout=WAKE_S).done:
+            while not concurrent.futures.wait([call.ended], timeout=WAKE_S).done:
                 if not self.is_alive:
                     raise self._broken() from self._death
             if self._death is not None:  # then it is cancelled, or has what ended the loop
                 raise self._broken() from self._death
-            return future.result()
+            return call.ended.result()
         except BaseException:
-            if not future.done() and self.is_alive:
-                self._loop.call_soon_threadsafe(self._cancel, tasks)
-                concurrent.futures.wait([future], timeout=INTERRUPT_LIMIT_S)
+            if not call.ended.done() and self.is_alive:
+                self._schedule(call.cancel)
+                concurrent.futures.wait([call.ended], timeout=INTERRUPT_LIMIT_S)
             raise
 
     @property
@@ -88,21 +89,14 @@ class LoopThread:
         """Whether calls can be made."""
         return self._thread.is_alive() and self._death is None
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def _schedule(self, step: Callable[[], None]) -> None:
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._loop.call_soon_threadsafe(step)
         except RuntimeError as exc:  # closed since we looked
-            work.close()
             raise self._broken() from (self._death or exc)
 
     def _broken(self) -> BrokenError:
         return BrokenError("rlbus' own thread", f"it has ended by {self._death!r}; open a new trainer")
-
-    def _cancel(self, tasks: list[asyncio.Task[Any]]) -> None:
-        if not tasks:  # its first step is already scheduled, so it comes before this
-            self._loop.call_soon(self._cancel, tasks)
-        for task in tasks:
-            task.cancel()
 
     def stop(self) -> None:
         """End the loop and its thread, in at most CLOSE_LIMIT_S. Idempotent."""
@@ -124,12 +118,35 @@ class LoopThread:
         await self._stopping.wait()
 
 
-async def _remembered(work: Coroutine[Any, Any, T], tasks: list[asyncio.Task[Any]]) -> T:
-    """Run `work` where its task can be found, so that it can be cancelled and still be waited for."""
-    task = asyncio.current_task()
-    assert task is not None
-    tasks.append(task)
-    return await work
+class _Call(Generic[T]):
+    """One coroutine that another thread waits for. `start` and `cancel` are called on the loop."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        # Comes to its end only when the coroutine has: one that is cancelled undoes first what it began.
+        self.ended: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.get_running_loop().create_task(self._work)
+        self._task.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        """Give up; what was never begun ends here."""
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self._work.close()
+            self.ended.set_exception(concurrent.futures.CancelledError())
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.ended.set_exception(concurrent.futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
 
 
 class Trainer:

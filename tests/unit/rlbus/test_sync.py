@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -271,6 +271,40 @@ def test_a_call_from_its_own_thread_is_an_error_not_a_deadlock() -> None:
     loop.stop()
     with pytest.raises(ClosedError):
         loop.call(outer())
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_ctrl_c_that_comes_while_a_call_is_handed_to_the_loop_ends_the_call(
+    monkeypatch: pytest.MonkeyPatch, is_scheduled: bool
+) -> None:
+    """The loop may have run far ahead by then, or have heard nothing."""
+    steps: list[str] = []
+    is_begun = threading.Event()
+
+    async def work() -> None:
+        steps.append("begun")
+        is_begun.set()
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            await asyncio.sleep(0.01)
+            steps.append("undone")
+
+    loop = LoopThread("rlbus-test")
+    schedule = loop._schedule
+
+    def interrupted(step: Callable[[], None]) -> None:
+        monkeypatch.undo()
+        if is_scheduled:
+            schedule(step)
+            assert is_begun.wait(10.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "_schedule", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.call(work())
+    assert steps == (["begun", "undone"] if is_scheduled else [])
+    loop.stop()
 
 
 class Exiting(Source):

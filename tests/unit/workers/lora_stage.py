@@ -1,5 +1,6 @@
 """For tests of adapters at an agent: a worker that may load from a folder, publications, and what it answers."""
 
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ def play(
 def publish(root: Path, revision: int, name: str = "policy", **options: bool) -> LoadLora:
     """The load of a revision with bytes of its own."""
     return load_of(fake_adapter(root / f"{name}-{revision}", f"{name} {revision}"), revision, name, **options)
+
+
+def threads_end() -> None:
+    """Wait for those that work on files, also for nobody."""
+    for thread in threading.enumerate():
+        if thread.name == "rlbus disk":
+            thread.join()
 
 
 def data_of(result: Result) -> LorasData:

@@ -24,6 +24,7 @@ from rlbus.workers.config import AgentConfig
 from rlbus.workers.disk import DiskThreads
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.lora_testing import config_for, fake_adapter
+from tests.unit.workers.lora_stage import threads_end
 
 pytestmark = pytest.mark.unit
 
@@ -129,13 +130,6 @@ def test_temporary_folder_goes_with_its_owner_and_so_do_those_of_killed_processe
     del heir
     gc.collect()
     assert not place.parent.exists()
-
-
-def threads_end() -> None:
-    """Wait for those that work on files, also for nobody."""
-    for thread in threading.enumerate():
-        if thread.name == "rlbus disk":
-            thread.join()
 
 
 class Gate:

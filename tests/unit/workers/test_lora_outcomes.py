@@ -20,15 +20,15 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.testing import run
+from rlbus.workers import lora_files
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
 from rlbus.workers.engines.lora import Resident
-from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.lora_testing import config_for, fake_adapter, load_of
 from rlbus.workers.loras import sum_of
 from rlbus.workers.state import WorkerState
 from rlbus.workers.testing import Rig, code_of, updated, worker_on_bus
-from tests.unit.workers.lora_stage import PROMPT, data_of, ids, listed, play, publish
+from tests.unit.workers.lora_stage import PROMPT, data_of, ids, listed, play, publish, threads_end
 
 pytestmark = pytest.mark.unit
 
@@ -185,6 +185,7 @@ def test_folder_that_isnt_what_was_announced_is_refused(tmp_path: Path, what: st
     async def scenario(rig: Rig) -> None:
         refused = await rig.send(body)
         assert (refused.status, code_of(refused)) == (ResultStatus.REFUSED, FaultCode.MANIFEST_MISMATCH)
+        threads_end()
         assert list((tmp_path / "cache").glob("*/*")) == []
         assert rig.agent.state.adapters == ()
 
@@ -198,7 +199,7 @@ def test_load_whose_files_find_no_room_on_the_disk_is_refused_before_the_engine_
 
     async def scenario(rig: Rig) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(LoraFiles, "_copied", full)
+            patch.setattr(lora_files, "_copy", full)
             refused = await rig.send(publish(tmp_path, 7))
         assert (refused.status, code_of(refused)) == (ResultStatus.REFUSED, FaultCode.WRONG_STATE)
         assert rig.engine.calls.count("load_lora") == 0
