@@ -33,7 +33,7 @@ from rlbus.schemas import FaultCode, FolderSource, LoraSource, ObjectSource
 from rlbus.transfer.bounded import start_in_thread
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.disk import DISK
-from rlbus.workers.preconditions import path_problem
+from rlbus.workers.preconditions import adapter_problem
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -184,12 +184,8 @@ class LoraFiles:
         return True
 
     def _check(self, source: FolderSource) -> None:
-        """Links inside the folder may not lead out of the roots either."""
-        roots = self._config.lora_roots
-        for path in (source.path, *(os.path.join(source.path, name) for name in ADAPTER_FILES)):
-            problem = path_problem(path, roots, "adapter root", "RLBUS_LORA_ROOTS")
-            if problem is not None:
-                raise error_from_fault(problem)
+        if (problem := adapter_problem(source.path, self._config.lora_roots)) is not None:
+            raise error_from_fault(problem)
 
     def _place(self, checksum: str) -> Path:
         if self._folder is None:

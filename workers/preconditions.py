@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlbus.adapter import ADAPTER_FILES
 from rlbus.errors import FaultError
 from rlbus.schemas import Fault, FaultCode, TensorSpec
 from rlbus.workers.checks import fault
@@ -64,3 +65,10 @@ def path_problem(
     if not Path(path).is_absolute() or not any(real.is_relative_to(os.path.realpath(root)) for root in likely):
         return fault(FaultCode.WRONG_STATE, f"{path} is not below a {kind} of this worker", path=path)
     return None
+
+
+def adapter_problem(folder: str, roots: tuple[str, ...]) -> Fault | None:
+    """The same of an adapter's folder: links inside it may not lead out of the roots either. Stops at the first."""
+    paths = (folder, *(os.path.join(folder, name) for name in ADAPTER_FILES))
+    problems = (path_problem(path, roots, "adapter root", "RLBUS_LORA_ROOTS") for path in paths)
+    return next((problem for problem in problems if problem is not None), None)

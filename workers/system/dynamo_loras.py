@@ -5,14 +5,13 @@ of `policy` alone the files decide: those of its newest revision here keep that,
 that name `policy` get the newest, so that these files are what they get.
 """
 
-import os
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from rlbus.adapter import ADAPTER_FILES, AdapterError, adapter_sum
+from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.schemas import (
     FolderSource,
     GetLoras,
@@ -27,7 +26,7 @@ from rlbus.schemas import (
     split_lora_id,
 )
 from rlbus.workers.journal import digest_of
-from rlbus.workers.preconditions import path_problem
+from rlbus.workers.preconditions import adapter_problem
 from rlbus.workers.state import WorkerState
 from rlbus.workers.system.calls import Call, OpError
 from rlbus.workers.system.dynamo_bodies import fields_of, said
@@ -182,11 +181,9 @@ async def _checksum(call: Call, path: str) -> str:
     roots = call.agent.config.lora_roots
 
     def look() -> str:
-        # Links inside the folder may not lead out of the roots either, and nothing beyond them is read.
-        for file in (path, *(os.path.join(path, name) for name in ADAPTER_FILES)):
-            problem = path_problem(file, roots, "adapter root", "RLBUS_LORA_ROOTS")
-            if problem is not None:
-                raise said(problem.message)
+        # Nothing beyond the roots is read.
+        if (problem := adapter_problem(path, roots)) is not None:
+            raise said(problem.message)
         return adapter_sum(Path(path)).checksum
 
     try:

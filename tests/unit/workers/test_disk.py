@@ -75,7 +75,8 @@ class HungDisk:
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
     """It comes back when the test ends, and then no thread is in it."""
     found = HungDisk()
-    fake_path = type("os", (), {"path": type("path", (), {"realpath": staticmethod(found.look)})})
+    paths = {"realpath": staticmethod(found.look), "join": staticmethod(os.path.join)}
+    fake_path = type("os", (), {"path": type("path", (), paths)})
     monkeypatch.setattr(preconditions, "os", fake_path)
     monkeypatch.setattr(folder_sums, "folder_sums", found.look)
     yield found

@@ -181,7 +181,7 @@ def held(gate: Gate, function: Callable[..., Any], is_held: Callable[..., bool])
     return call
 
 
-@pytest.mark.parametrize("where", ["path_problem", "copy_file"])
+@pytest.mark.parametrize("where", ["adapter_problem", "copy_file"])
 def test_copy_whose_caller_has_gone_changes_nothing_when_its_disk_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, where: str
 ) -> None:
