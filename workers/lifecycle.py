@@ -75,6 +75,7 @@ from rlbus.workers.moves import (
     Ignore,
     Join,
     LeaseEnded,
+    MayStand,
     Refuse,
     Released,
     Replay,
@@ -137,6 +138,8 @@ def decide(state: WorkerState, event: Event) -> Decision:
             return replace(state, owes_flush=False), ()
         case Woke():
             return sleeping.woken(state, event.tags), ()
+        case MayStand():
+            return sleeping.paused(state), ()
         case Ended():
             return _ended(state, event)
         case Released():

@@ -65,6 +65,13 @@ class Woke:
 
 
 @dataclass(frozen=True, slots=True)
+class MayStand:
+    """A pause or sleep has failed, and nobody knows whether the engine goes on: the resume after it failed, too, or the
+    call itself hasn't ended.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The engine calls of the running mutation have ended. `is_touched` counts only with a fault."""
 
@@ -167,6 +174,7 @@ Event = (
     | GroupLeft
     | Flushed
     | Woke
+    | MayStand
     | Ended
     | Released
     | LeaseEnded

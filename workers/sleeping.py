@@ -15,8 +15,8 @@ from rlbus.workers.state import Lease, WorkerState
 # Owner of the pause of a worker that woke without whole weights: an update may end it, as it may end one of an update
 # that failed. Source: rlbus.controller.op_ids.is_pause_of_op.
 PAUSE_SUFFIX = "-pause"
-# Of one that a wake leaves behind: the next wake may end it, too.
-_WAKE_SUFFIX = "-wake" + PAUSE_SUFFIX
+# Of one that an op leaves behind which couldn't let the engine go on: a wake may end it, too.
+_LEFT_SUFFIX = "-left" + PAUSE_SUFFIX
 
 
 def meant(state: WorkerState, body: Sleep | WakeUp) -> frozenset[SleepTag]:
@@ -50,10 +50,12 @@ def woken(state: WorkerState, tags: frozenset[SleepTag]) -> WorkerState:
 
 
 def paused(state: WorkerState) -> WorkerState:
-    """The engine stands still after its wake, in a pause whose end lets it go as soon as it can."""
+    """The engine stands still, or may, after an op that should have let it go on: in a pause whose end does that as
+    soon as it can.
+    """
     assert state.running is not None
     op_id, since = state.running.op_id, state.running.since
-    pause = PauseView(owner=op_id + _WAKE_SUFFIX, mode=PauseMode.KEEP.value, since=since, expires_at=since + RETRY_S)
+    pause = PauseView(owner=op_id + _LEFT_SUFFIX, mode=PauseMode.KEEP.value, since=since, expires_at=since + RETRY_S)
     return replace(state, pause=pause, lease=Lease(RETRY_S))
 
 
@@ -63,8 +65,10 @@ def woke(state: WorkerState, _body: WakeUp, _event: object = None) -> WorkerStat
 
 
 def may_run(state: WorkerState) -> bool:
-    """Whether a worker that has just woken may generate: nobody holds it, nothing sleeps, its weights are whole."""
-    is_free = state.pause is None or state.pause.owner.endswith(_WAKE_SUFFIX)
+    """Whether a worker that has just woken, or whose pause has failed, may generate: nobody holds it, nothing sleeps,
+    its weights are whole.
+    """
+    is_free = state.pause is None or state.pause.owner.endswith(_LEFT_SUFFIX)
     return not state.asleep and is_free and state.session is None and is_whole(state)
 
 

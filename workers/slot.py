@@ -40,6 +40,7 @@ from rlbus.workers.moves import (
     Event,
     FirstByte,
     GroupLeft,
+    MayStand,
     Released,
     SessionClosed,
     Started,
@@ -238,7 +239,7 @@ class Slot:
             outcome = Outcome(fault=outcome.fault, is_touched=outcome.is_touched)
         if not outcome.is_refused:
             ended = Ended(op.command.op_id, self._clock.now(), outcome.fault, outcome.is_touched)
-            await self._clean_up(self._host.apply(ended))
+            await self._clean_up(self._host.apply(ended), call)
         if call.task.done():
             self._host.apply(Released(op.command.op_id, self._clock.now()))
             self._end(op, outcome)
@@ -283,7 +284,7 @@ class Slot:
         await self._engine.leave_group()
         self._host.apply(GroupLeft())
 
-    async def _clean_up(self, actions: tuple[Action, ...]) -> None:
+    async def _clean_up(self, actions: tuple[Action, ...], call: EngineCall) -> None:
         config = self._config
         for action in actions:
             match action:
@@ -296,7 +297,10 @@ class Slot:
                 case WakeAgain(tags):
                     await self._wake_again(tags)
                 case Cleanup.RESUME if may_run(self._host.state):
-                    await within(self._engine.resume(), config.undo_s, config.cancel_s, "resuming after a failure")
+                    what = "resuming after a failure"
+                    is_done = await within(self._engine.resume(), config.undo_s, config.cancel_s, what)
+                    if not (is_done and call.task.done()):
+                        self._host.apply(MayStand())
 
     async def _wake_again(self, tags: frozenset[SleepTag]) -> None:
         async def wake() -> None:

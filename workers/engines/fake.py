@@ -160,7 +160,10 @@ class FakeEngine(WithLoras, WithNative, WithDraft):
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`."""
-        await self._play("pause")
+        step = self._note("pause")
+        if step.does_it:
+            await self.requests.pause(mode, clear_cache)
+        await self._play_step(step)
         return await self.requests.pause(mode, clear_cache)
 
     async def resume(self) -> None:

@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 
 from rlbus.schemas import (
+    CommandBody,
+    Fault,
     FaultCode,
     FlushCache,
     GenerationPaused,
     GenerationResumed,
     LoadWeights,
+    PausedData,
     PauseGeneration,
+    PauseMode,
     RenewLease,
     ResultStatus,
     ResumeGeneration,
+    Sleep,
     Version,
     WeightsState,
 )
@@ -180,3 +185,63 @@ def test_a_worker_that_stops_leaves_no_timer_behind(caplog: pytest.LogCaptureFix
 
     run(main())
     assert "ended without renewal" not in caplog.text
+
+
+UNKNOWN = Step(does_it=True, fault=Fault(code=FaultCode.ENGINE_FAILED, message="connection reset"))
+
+
+@pytest.mark.parametrize(
+    ("body", "steps"),
+    [
+        (PauseGeneration(owner="u", lease_s=30.0), {"pause": {1: UNKNOWN}}),
+        (PauseGeneration(owner="ann"), {"pause": {1: UNKNOWN}}),
+        (Sleep(), {"sleep": {1: UNKNOWN}}),
+    ],
+    ids=["a pause", "a hold", "a sleep"],
+)
+@pytest.mark.parametrize("resume", [failing(), Step(hangs=True), Step(does_it=True, fault=UNKNOWN.fault)])
+def test_an_engine_is_let_go_after_a_pause_and_its_undoing_have_failed(
+    body: CommandBody, steps: dict[str, dict[int, Step]], resume: Step
+) -> None:
+    """A blip of the network: whoever paused it was told that it failed, and won't resume it. The worker does."""
+
+    async def scenario(rig: Rig) -> None:
+        result = await rig.send(body)
+        assert result.status is ResultStatus.FAILED
+        pause = rig.agent.state.pause
+        assert pause is not None
+        assert pause.expires_at is not None
+        await asyncio.sleep(2 * RETRY_S + 0.1)
+        assert not is_paused(rig)
+        assert rig.agent.state.pause is None
+        assert rig.agent.status().drift is None
+        assert rig.agent.state.running is None
+
+    on_worker(scenario, steps | {"resume": {1: resume, 2: failing()}})
+
+
+class LatePause(FakeEngine):
+    """Pauses only after it was cancelled, and lets go then."""
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
+        """See `Engine`."""
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            await asyncio.sleep(20.0)
+            await self.requests.pause(mode, clear_cache)
+        raise AssertionError
+
+
+def test_an_engine_that_clings_to_a_pause_that_was_given_up_is_let_go_when_it_ends() -> None:
+    """The resume after it came too early: the engine stood still only then."""
+
+    async def main() -> None:
+        async with worker_on_bus(LatePause()) as rig:
+            failed = await rig.send(PauseGeneration(owner="u", lease_s=30.0), expires_in_s=1.0)
+            assert code_of(failed) is FaultCode.DEADLINE
+            await asyncio.sleep(60.0)
+            assert not is_paused(rig)
+            assert rig.agent.state.pause is None
+
+    run(main())
