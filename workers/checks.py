@@ -26,6 +26,7 @@ from rlbus.schemas import (
     ReceiveWeights,
     ResumeGeneration,
     SetVersion,
+    ShutdownTransfer,
     Sleep,
     SleepTag,
     StartUpdate,
@@ -340,19 +341,29 @@ def _check_finish(state: WorkerState, body: FinishUpdate) -> Fault | None:
     return _check_version(state, next_version(state, body), allow_rollback=False)
 
 
-def _check_init_transfer(state: WorkerState, body: InitTransfer) -> Fault | None:
-    """What an earlier trainer left open is given up, as by a start: with each pause that its successor makes, the lease
-    that would end it is renewed. An update of a controller that has all its bytes isn't: its end is under way.
+def _check_gives_up(state: WorkerState) -> Fault | None:
+    """What an earlier trainer left open is given up by the next one: with each pause that it makes, the lease that
+    would end it is renewed. An update of a controller that has all its bytes isn't: its end is under way.
     """
     session = state.session
     if session is None or not session.is_received:
         return None
     update = session.update_op_id
-    return fault(FaultCode.BUSY, f"update {update} is open", op_id=update, open=update, retryable=True)
+    owner = "nobody" if state.pause is None else state.pause.owner
+    message = f"update {update} is open: all of it has come, and it waits for its commit (paused by {owner})"
+    return fault(FaultCode.BUSY, message, op_id=update, open=update, owner=owner, retryable=True)
+
+
+def _check_init_transfer(state: WorkerState, body: InitTransfer) -> Fault | None:
+    return _check_awake(state, "a group") or _check_gives_up(state)
+
+
+def _check_shutdown(state: WorkerState, body: ShutdownTransfer) -> Fault | None:
+    return _check_gives_up(state)
 
 
 def _check_start(state: WorkerState, body: StartUpdate) -> Fault | None:
-    return _check_awake(state, "an update") or _check_paused(state)
+    return _check_awake(state, "an update") or _check_gives_up(state) or _check_paused(state)
 
 
 def _stale_epoch(state: WorkerState, epoch: int) -> Fault:
@@ -379,6 +390,7 @@ _CHECKS: dict[type[Any], Callable[[WorkerState, Any], Fault | None]] = {
     Sleep: _check_sleep,
     WakeUp: _check_wake,
     InitTransfer: _check_init_transfer,
+    ShutdownTransfer: _check_shutdown,
     StartUpdate: _check_start,
     ApplyUpdate: _check_native,
     FinishUpdate: _check_finish,

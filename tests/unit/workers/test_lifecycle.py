@@ -34,7 +34,6 @@ from rlbus.schemas import (
     ReceiveWeights,
     Rendezvous,
     ResumeGeneration,
-    StartUpdate,
     TensorSpec,
     UnloadLora,
     Version,
@@ -423,11 +422,11 @@ def test_received_update_that_fails_and_stays_open_is_not_committed_after_all() 
     assert refusal(after, arrived(ABORT)) is None
 
 
-def test_start_that_cannot_give_up_what_was_received_leaves_torn_weights() -> None:
-    """Another trainer's start, over an update of ours that nobody committed."""
+def test_reload_that_cannot_give_up_what_was_received_leaves_torn_weights() -> None:
+    """Over an update of ours that nobody committed."""
     received, _ = decide(running(READY, RECEIVE), Ended("op", NOW))
-    starting = replace(received, running=Running("start", StartUpdate()))
-    after, actions = decide(starting, Ended("start", NOW, FAULT))
+    loading = replace(received, running=Running("load", LOAD))
+    after, actions = decide(loading, Ended("load", NOW, FAULT))
     assert (after.weights, actions) == (DIRTY, CLOSE)
 
 

@@ -1,6 +1,5 @@
 """Updates that somebody else's trainer drives: the rules of any update, whatever the trainer and the backend say."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from rlbus.schemas import (
     Fault,
     FaultCode,
     FinishUpdate,
-    Generation,
     InitTransfer,
     PauseGeneration,
     ResultStatus,
@@ -377,19 +375,6 @@ def test_an_init_that_makes_no_sense_gives_nothing_up() -> None:
     on_worker(scenario)
 
 
-def test_an_init_leaves_an_update_of_rlbus_that_awaits_its_commit() -> None:
-    """Its controller ends it, or whoever takes over from that one: to give it up would tear the weights."""
-
-    async def scenario(rig: Rig) -> None:
-        await rig.until_paused(V1, rig.engine.tensors, "u", 1)
-        await rig.receive(V1, rig.engine.tensors, "u", 1).result()
-        assert code_of(await rig.send(INIT)) is FaultCode.BUSY
-        assert (await rig.commit(V1, "u")).status is ResultStatus.OK
-        assert (await rig.send(INIT)).status is ResultStatus.OK
-
-    on_worker(scenario)
-
-
 def test_an_init_gives_up_a_failed_update_that_the_engine_did_not_close() -> None:
     """Of whichever kind: nobody goes on with it."""
 
@@ -430,21 +415,6 @@ def test_a_trainer_that_hangs_is_let_go_by_a_shutdown() -> None:
         assert rig.agent.state.running is None
 
     on_worker(scenario, {"update_native": {1: Step(hangs=True, after_parts=1)}})
-
-
-def test_a_pause_whose_lease_ends_gives_the_update_up() -> None:
-    """Nobody renewed it: before the first byte the worker generates again, on what it had."""
-
-    async def scenario(rig: Rig) -> None:
-        await rig.send(INIT)
-        await rig.send(PauseGeneration(lease_s=5.0))
-        await rig.send(StartUpdate())
-        await asyncio.sleep(20.0)
-        assert rig.agent.state.pause is None
-        assert rig.agent.state.session is None
-        assert (await rig.engine.observe()).generation is Generation.RUNNING
-
-    on_worker(scenario)
 
 
 def test_it_and_an_update_of_rlbus_do_not_mix() -> None:
