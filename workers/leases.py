@@ -89,8 +89,9 @@ def _granted(state: WorkerState, lease_s: float | None, now: float) -> WorkerSta
 def ended(state: WorkerState, op_id: str) -> WorkerState:
     """The lease's time is over; what follows from it is named after `op_id`.
 
-    It ends the update that is open or running now, whose controller has let it down. An update that begins later, on
-    torn weights that kept the worker paused, has a controller that lives, and is none of this lease's business.
+    It ends the update that is open or running now, whose controller has let it down, unless `stepped`. An update that
+    begins later, on torn weights that kept the worker paused, has a controller that lives, and is none of this lease's
+    business.
     """
     if state.lease is None or state.lease.end_op_id is not None:
         return state
@@ -98,6 +99,16 @@ def ended(state: WorkerState, op_id: str) -> WorkerState:
     if update is None and state.running is not None and isinstance(state.running.body, ReceiveWeights):
         update = state.running.body.update_op_id
     return replace(state, lease=replace(state.lease, end_op_id=op_id, end_update=update))
+
+
+def stepped(state: WorkerState, now: float) -> WorkerState:
+    """A step of another trainer's update has ended well, so that whoever sends it lives: a lease that ended in the
+    middle of the step, and of nothing older, holds for as long again.
+    """
+    lease = state.lease
+    if lease is None or lease.end_op_id is None or state.session is None:
+        return state
+    return _granted(state, lease.lease_s, now) if lease.end_update == state.session.update_op_id else state
 
 
 def next_op(state: WorkerState) -> RunOwn | None:

@@ -332,6 +332,8 @@ def _ended(state: WorkerState, event: Ended) -> Decision:
     assert state.running.op_id == event.op_id
     body = state.running.body
     if event.fault is None:
+        if isinstance(body, StartUpdate | ApplyUpdate | FinishUpdate):
+            state = leases.stepped(state, event.now)
         return _SUCCEEDED.get(type(body), _unchanged)(state, body, event), ()
     return _failed(state, body, event)
 

@@ -76,6 +76,7 @@ class WithNative:
     async def finish_native(self, version: Version) -> None:
         """See `NativeEngine`."""
         step = self._note("finish_native")
+        await asyncio.sleep(step.latency_s)
         if step.fault is not None:
             raise UpdateFailedError(step.fault, step.claims_touched is not False)
         self.is_native_open, self.label = False, version

@@ -16,7 +16,17 @@ from starlette.responses import Response
 
 from rlbus._json_body import BodyError, read_json
 from rlbus.errors import RLBusError, error_from_fault
-from rlbus.schemas import QUERY_ROUTES, CommandBody, FaultCode, Result, ResultStatus, is_token, route_of
+from rlbus.schemas import (
+    QUERY_ROUTES,
+    CommandBody,
+    FaultCode,
+    PauseGeneration,
+    RenewLease,
+    Result,
+    ResultStatus,
+    is_token,
+    route_of,
+)
 from rlbus.workers.agent import Agent
 from rlbus.workers.entrance import MAX_LIMIT_S, MAX_REQUEST_BYTES
 from rlbus.workers.lifecycle import is_mutation
@@ -210,6 +220,28 @@ class Call:
             await asyncio.sleep(max(0.0, min(TURN_S, until_s - loop.time())))
             if self.agent.state.running is None or loop.time() >= until_s:
                 return
+
+
+async def pause(call: Call, body: PauseGeneration) -> None:
+    """Pause the worker in the caller's name. One that it paused so before, and that takes an update at the moment, can
+    do no op: there another pause renews the lease of the first, and the caches are emptied after the update anyway.
+
+    Raises:
+        OpError: it was refused, or failed. Cancel: see `Call.submit`.
+    """
+    result = await call.submit(body)
+    if is_busy(result) and _is_again(call, body):
+        result = await call.submit_anew(RenewLease(owner=call.caller, lease_s=call.lease_s))
+    if result.status is not ResultStatus.OK:
+        raise OpError(result)
+
+
+def _is_again(call: Call, body: PauseGeneration) -> bool:
+    """Whether the worker stands still, for an update, as this caller has asked for it before."""
+    state = call.agent.state
+    if state.pause is None or state.session is None:
+        return False
+    return (state.pause.owner, state.pause.mode) == (call.caller, body.mode.value)
 
 
 def is_busy(result: Result) -> bool:

@@ -23,7 +23,7 @@ from rlbus.schemas import (
     WakeUp,
 )
 from rlbus.workers.system.base import health_problem
-from rlbus.workers.system.calls import Call, CallError, Endpoint, Handler, Shape
+from rlbus.workers.system.calls import Call, CallError, Endpoint, Handler, Shape, pause
 from rlbus.workers.system.dynamo_bodies import Abort, Empty, Pause, SleepLevel, Tags, parsed, said
 from rlbus.workers.system.dynamo_loras import list_loras, load_lora, unload_by_path, unload_lora
 from rlbus.workers.system.dynamo_weights import Weights
@@ -145,7 +145,7 @@ async def _pause_generation(call: Call) -> Reply:
     body = parsed(call, Pause)
     if body.mode not in tuple(PauseMode):
         raise said(f"Invalid mode {body.mode!r}; expected keep|wait|abort")
-    await call.do(PauseGeneration(mode=PauseMode(body.mode), clear_cache=body.clear_cache))
+    await pause(call, PauseGeneration(mode=PauseMode(body.mode), clear_cache=body.clear_cache))
     return {"status": "ok", "message": "Engine paused", "mode": body.mode, "clear_cache": body.clear_cache}
 
 

@@ -26,7 +26,7 @@ from rlbus.schemas import (
     SleepTag,
     WakeUp,
 )
-from rlbus.workers.system.calls import Call, Endpoint, OpError
+from rlbus.workers.system.calls import Call, Endpoint, OpError, pause
 from rlbus.workers.system.dynamo_bodies import HandlerError
 from rlbus.workers.system.dynamo_loras import load_lora, unload_lora
 from rlbus.workers.system.vllm_weights import VllmWeights
@@ -94,7 +94,7 @@ async def _pause(call: Call) -> Response:
     query = query_of(call, {"mode", "clear_cache"})
     mode, clear_cache = mode_of(query), flag(query, "clear_cache", True)
     body_of(call, NoBody)
-    await call.do(PauseGeneration(mode=mode, clear_cache=clear_cache))
+    await pause(call, PauseGeneration(mode=mode, clear_cache=clear_cache))
     return JSONResponse({"status": "paused"})
 
 

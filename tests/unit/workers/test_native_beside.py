@@ -19,6 +19,7 @@ from rlbus.schemas import (
     WakeUp,
     WeightsState,
 )
+from rlbus.workers.engines.fake_script import Step
 from rlbus.workers.testing import Rig, code_of, on_worker
 from tests.unit.workers.test_native import INIT, V1, V2, brings_whole, weights
 
@@ -38,6 +39,82 @@ def test_a_pause_whose_lease_ends_gives_the_update_up() -> None:
         assert (await rig.engine.observe()).generation is Generation.RUNNING
 
     on_worker(scenario)
+
+
+LEASE_S = 600.0
+
+
+async def begun_by_a_trainer(rig: Rig) -> None:
+    """Up to an open update, in a pause with a lease."""
+    for body in (INIT, PauseGeneration(lease_s=LEASE_S, owner="trainer"), StartUpdate()):
+        assert (await rig.send(body)).status is ResultStatus.OK
+
+
+LATE = Step(latency_s=LEASE_S + 100.0)
+
+
+@pytest.mark.parametrize("verb", ["start_native", "update_native", "finish_native"])
+def test_a_step_that_outlasts_the_lease_and_ends_well_leaves_the_update_whole(verb: str) -> None:
+    """Its trainer lives. The pause holds for as long again, and no longer: then the worker generates by itself."""
+
+    async def scenario(rig: Rig) -> None:
+        for body in (INIT, PauseGeneration(lease_s=LEASE_S, owner="trainer")):
+            assert (await rig.send(body)).status is ResultStatus.OK
+        for body in (StartUpdate(), brings_whole(1), FinishUpdate(version=V1)):
+            result = await rig.post(body, expires_in_s=3000.0).result(2000.0)
+            assert (result.status, result.fault) == (ResultStatus.OK, None)
+        assert weights(rig) == (WeightsState.CLEAN, V1)
+        pause = rig.agent.state.pause
+        assert pause is not None
+        assert pause.expires_at is not None
+        left_s = pause.expires_at - rig.worker_bus.clock.now()
+        assert LEASE_S - 1.0 < left_s <= LEASE_S
+        await asyncio.sleep(left_s - 1.0)
+        assert (await rig.engine.observe()).generation is Generation.PAUSED
+        await asyncio.sleep(2.0)
+        assert (await rig.engine.observe()).generation is Generation.RUNNING
+
+    on_worker(scenario, {verb: {1: LATE}})
+
+
+def test_a_trainer_that_dies_after_such_a_step_is_noticed_by_the_next_lease() -> None:
+    """Its update is given up then, torn."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun_by_a_trainer(rig)
+        assert (await rig.post(brings_whole(1), expires_in_s=3000.0).result(2000.0)).status is ResultStatus.OK
+        await asyncio.sleep(LEASE_S + 1.0)
+        assert rig.agent.state.session is None
+        assert weights(rig) == (WeightsState.DIRTY, None)
+
+    on_worker(scenario, {"update_native": {1: LATE}})
+
+
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        (Step(hangs=True, claims_touched=False), (WeightsState.CLEAN, None)),
+        (Step(hangs=True, after_parts=1), (WeightsState.DIRTY, None)),
+    ],
+    ids=["untouched", "touched"],
+)
+def test_a_transfer_that_hangs_past_its_lease_is_ended_by_its_deadline_and_then_the_lease_ends(
+    step: Step, left: tuple[WeightsState, None]
+) -> None:
+    """A dead trainer keeps no whole engine paused."""
+
+    async def scenario(rig: Rig) -> None:
+        await begun_by_a_trainer(rig)
+        failed = await rig.post(brings_whole(1), expires_in_s=LEASE_S + 100.0).result(2000.0)
+        assert code_of(failed) is FaultCode.DEADLINE
+        await asyncio.sleep(1.0)
+        assert rig.agent.state.session is None
+        assert weights(rig) == left
+        is_whole = left[0] is WeightsState.CLEAN
+        assert (rig.agent.state.pause is None) is is_whole
+        assert rig.engine.requests.is_paused is not is_whole
+
+    on_worker(scenario, {"update_native": {1: step}})
 
 
 @pytest.mark.parametrize("body", [INIT, ShutdownTransfer(), StartUpdate()], ids=["init", "shutdown", "start"])

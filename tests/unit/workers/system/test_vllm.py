@@ -113,6 +113,44 @@ def test_a_pause_over_http_has_an_owner_and_a_lease() -> None:
     on_surface(scenario)
 
 
+@pytest.mark.parametrize("path", ["/pause?mode=keep", "/engine/pause_generation"])
+def test_another_pause_of_its_trainer_renews_the_lease_also_in_the_middle_of_a_transfer(path: str) -> None:
+    """As the page on HTTP says. One of somebody else, or in another mode, would have to be done, and is busy."""
+
+    async def scenario(front: Front) -> None:
+        body = {"mode": "keep"} if path.startswith("/engine") else None
+        await begun(front)
+        pause = front.rig.agent.state.pause
+        assert pause is not None
+        sending = asyncio.create_task(front.post("/update_weights", {"update_info": {"step": 1}}))
+        await asyncio.sleep(100.0)
+        await ok(front, path, body, x_rlbus_lease_s="900")
+        renewed = front.rig.agent.state.pause
+        assert renewed is not None
+        assert renewed.expires_at == front.rig.worker_bus.clock.now() + 900.0
+        assert (renewed.owner, renewed.since) == (pause.owner, pause.since)
+        for mode, headers in (("keep", {"x_rlbus_caller": "bob"}), ("abort", {})):
+            answer = await front.post(f"/pause?mode={mode}", **headers)
+            assert "update_weights" in message(answer, 503)
+        assert front.rig.agent.state.pause == renewed
+        assert (await sending).status_code == 200
+
+    on_surface(scenario, {"update_native": {1: Step(latency_s=200.0)}})
+
+
+def test_another_pause_in_the_middle_of_anything_else_is_busy() -> None:
+    """It has to be done: what runs may leave the caches as they are."""
+
+    async def scenario(front: Front) -> None:
+        await ok(front, "/pause?mode=keep")
+        flushing = asyncio.create_task(front.post("/reset_prefix_cache"))
+        await asyncio.sleep(1.0)
+        message(await front.post("/pause?mode=keep"), 503)
+        assert (await flushing).status_code == 200
+
+    on_surface(scenario, {"flush_cache": {1: Step(latency_s=10.0)}})
+
+
 def test_a_second_mutation_meanwhile_is_busy_and_worth_a_retry() -> None:
     """503 with Retry-After, which clients try again; a repeat of the same op joins it."""
 
