@@ -210,6 +210,7 @@ class Agent:
         drain_s = 0.0
         self._arm_lease()
         self._torn_found.begin()
+        self._slot.wake_later()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._heartbeat.run()), group.create_task(self._loras.run())]
             try:

@@ -84,6 +84,7 @@ from rlbus.workers.moves import (
     Started,
     TakeBack,
     WakeAgain,
+    WakeDue,
     Woke,
 )
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
@@ -136,10 +137,8 @@ def decide(state: WorkerState, event: Event) -> Decision:
             return replace(state, epoch=None), ()
         case Flushed():
             return replace(state, owes_flush=False), ()
-        case Woke():
-            return sleeping.woken(state, event.tags), ()
-        case MayStand():
-            return sleeping.paused(state), ()
+        case Woke() | MayStand() | WakeDue():
+            return sleeping.moved(state, event)
         case Ended():
             return _ended(state, event)
         case Released():

@@ -72,6 +72,14 @@ class MayStand:
 
 
 @dataclass(frozen=True, slots=True)
+class WakeDue:
+    """A sleep has failed some time ago, and couldn't be taken back then. `op_id` is new."""
+
+    op_id: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The engine calls of the running mutation have ended. `is_touched` counts only with a fault."""
 
@@ -175,6 +183,7 @@ Event = (
     | Flushed
     | Woke
     | MayStand
+    | WakeDue
     | Ended
     | Released
     | LeaseEnded

@@ -31,6 +31,7 @@ from rlbus.workers.engines.base import Engine, Observed
 from rlbus.workers.engines.native import NativeEngine
 from rlbus.workers.engines.sleep import sleeper
 from rlbus.workers.journal import Journal, Record
+from rlbus.workers.leases import RETRY_S
 from rlbus.workers.lora_calls import Files, lora_engine, settle, unsettled
 from rlbus.workers.lora_files import LoraFiles
 from rlbus.workers.moves import (
@@ -45,6 +46,7 @@ from rlbus.workers.moves import (
     SessionClosed,
     Started,
     WakeAgain,
+    WakeDue,
     Woke,
 )
 from rlbus.workers.mutations import EngineCall, Outcome, accepts_late, perform, within
@@ -77,6 +79,10 @@ class Host(Protocol):
 
     async def observe(self) -> Observed:
         """Ask the engine, bounded. Cancel: leaves nothing."""
+        ...
+
+    def new_op_id(self) -> str:
+        """One that no op has."""
         ...
 
     def lose(self, why: str) -> None:
@@ -154,6 +160,8 @@ class Slot:
         self._task: asyncio.Task[None] | None = None
         # Every task that hasn't ended; at most the running one, the queued one, and one that is just ending.
         self._tasks: set[asyncio.Task[None]] = set()
+        # Runs while a failed sleep has left something asleep.
+        self._wake_timer: asyncio.TimerHandle | None = None
 
     def begin(self, command: Command, record: Record, takes_back: str | None) -> None:
         """Run a mutation that the state machine has admitted; with `takes_back` end that op first."""
@@ -183,6 +191,8 @@ class Slot:
             config = self._config
             await self._wait_all(config.release_s + config.cancel_s + NUM_CLEANUPS * config.undo_s)
         finally:
+            if self._wake_timer is not None:
+                self._wake_timer.cancel()
             for task in self._tasks:
                 task.cancel()
         await self._wait_all(self._config.cancel_s)
@@ -295,19 +305,34 @@ class Slot:
                     await within(self._engine.leave_group(), config.undo_s, config.cancel_s, "leaving a group")
                     self._host.apply(GroupLeft())
                 case WakeAgain(tags):
-                    await self._wake_again(tags)
+                    await self._wake_again(tags, call)
                 case Cleanup.RESUME if may_run(self._host.state):
                     what = "resuming after a failure"
                     is_done = await within(self._engine.resume(), config.undo_s, config.cancel_s, what)
                     if not (is_done and call.task.done()):
                         self._host.apply(MayStand())
 
-    async def _wake_again(self, tags: frozenset[SleepTag]) -> None:
+    async def _wake_again(self, tags: frozenset[SleepTag], call: EngineCall) -> None:
         async def wake() -> None:
             await sleeper(self._engine).wake_up(tags)
 
-        if await within(wake(), self._config.undo_s, self._config.cancel_s, "waking after a failed sleep"):
+        is_done = await within(wake(), self._config.undo_s, self._config.cancel_s, "waking after a failed sleep")
+        if is_done and call.task.done():
             self._host.apply(Woke(tags))
+        else:
+            self.wake_later()
+
+    def wake_later(self) -> None:
+        """What a failed sleep has left asleep, if anything, is woken in a moment, and again until that is done."""
+        if self._wake_timer is not None:
+            self._wake_timer.cancel()
+        self._wake_timer = None
+        if self._host.state.to_wake:
+            self._wake_timer = asyncio.get_running_loop().call_later(RETRY_S, self._on_wake_due)
+
+    def _on_wake_due(self) -> None:
+        self._host.apply(WakeDue(self._host.new_op_id(), self._clock.now()))
+        self.wake_later()
 
     def _give_up_waiting(self, op: _Op) -> None:
         # An adapter is unloaded all the same once its load has ended, so "refused" would be a lie.

@@ -157,6 +157,8 @@ class WorkerState:
     # Parts of the engine's memory that can sleep, and those that were told to (or may do so, after a failure).
     sleep_tags: frozenset[SleepTag] = frozenset()
     asleep: frozenset[SleepTag] = frozenset()
+    # Of those, what a sleep that failed may have put to sleep: the worker itself wakes it.
+    to_wake: frozenset[SleepTag] = frozenset()
     # Adapters in the order in which they were loaded, and what the engine can do with them (None: it takes none).
     adapters: tuple[Adapter, ...] = ()
     lora_info: LoraInfo | None = None

@@ -60,8 +60,8 @@ def test_a_step_that_outlasts_the_lease_and_ends_well_leaves_the_update_whole(ve
     async def scenario(rig: Rig) -> None:
         for body in (INIT, PauseGeneration(lease_s=LEASE_S, owner="trainer")):
             assert (await rig.send(body)).status is ResultStatus.OK
-        for body in (StartUpdate(), brings_whole(1), FinishUpdate(version=V1)):
-            result = await rig.post(body, expires_in_s=3000.0).result(2000.0)
+        for step in (StartUpdate(), brings_whole(1), FinishUpdate(version=V1)):
+            result = await rig.post(step, expires_in_s=3000.0).result(2000.0)
             assert (result.status, result.fault) == (ResultStatus.OK, None)
         assert weights(rig) == (WeightsState.CLEAN, V1)
         pause = rig.agent.state.pause

@@ -1,4 +1,4 @@
-"""Sleep and wake at one worker: what runs, what is refused, what is undone. In virtual time,."""
+"""Sleep and wake at one worker: what runs, what is refused, what is undone. In virtual time."""
 
 import asyncio
 from pathlib import Path
@@ -295,6 +295,67 @@ def test_a_sleep_that_can_not_be_taken_back_counts_as_asleep() -> None:
         assert generates(rig)
 
     on_worker(scenario, {"sleep": {1: failing()}, "wake_up": {1: failing()}})
+
+
+@pytest.mark.parametrize("held", [(), (PauseGeneration(owner="ann"),)], ids=["running", "held"])
+def test_a_failed_sleep_that_could_not_be_taken_back_is_by_the_worker_itself(held: tuple[CommandBody, ...]) -> None:
+    """Whoever was told that it failed sends no wake. It ends no pause, and a part that was put to sleep sleeps on."""
+
+    async def scenario(rig: Rig) -> None:
+        for body in (*held, Sleep(tags=(KV,))):
+            await ok(rig, body)
+        assert (await rig.send(Sleep())).status is ResultStatus.FAILED
+        await asyncio.sleep(2 * RETRY_S + 0.1)
+        assert asleep(rig) == (KV,)
+        assert rig.agent.state.asleep == frozenset((KV,))
+        assert rig.agent.state.running is None
+        await ok(rig, WakeUp())
+        assert generates(rig) is not bool(held)
+        num_calls = list(rig.engine.calls).count("wake_up")
+        await asyncio.sleep(60.0)
+        assert list(rig.engine.calls).count("wake_up") == num_calls
+
+    on_worker(scenario, {"sleep": {2: failing()}, "wake_up": {1: failing(), 2: failing()}})
+
+
+def test_what_a_failed_sleep_has_left_is_not_woken_once_somebody_has_put_it_to_sleep() -> None:
+    """The sleep that was asked for again has its memory."""
+
+    async def scenario(rig: Rig) -> None:
+        assert (await rig.send(Sleep())).status is ResultStatus.FAILED
+        await ok(rig, Sleep())
+        await asyncio.sleep(60.0)
+        assert asleep(rig) == BOTH
+
+    on_worker(scenario, {"sleep": {1: failing()}, "wake_up": {1: failing()}})
+
+
+class LateSleep(FakeEngine):
+    """Frees its memory only after it was cancelled, and lets go then."""
+
+    async def sleep(self, tags: frozenset[SleepTag], level: int, mode: PauseMode) -> SleepData:
+        """See `SleepEngine`."""
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            await asyncio.sleep(20.0)
+            await super().sleep(tags, level, mode)
+        raise AssertionError
+
+
+def test_a_sleep_that_was_given_up_and_comes_late_is_taken_back_when_it_has_ended() -> None:
+    """The wake after it came too early; until then it counts as asleep."""
+
+    async def main() -> None:
+        engine = LateSleep()
+        async with worker_on_bus(engine) as rig:
+            assert code_of(await rig.send(Sleep(), expires_in_s=1.0)) is FaultCode.DEADLINE
+            assert rig.agent.state.asleep == frozenset(BOTH)
+            await asyncio.sleep(60.0)
+            assert (asleep(rig), generates(rig)) == ((), True)
+        assert engine.violations == []
+
+    run(main())
 
 
 def test_a_failed_sleep_that_may_have_cost_the_weights_leaves_them_dirty() -> None:
