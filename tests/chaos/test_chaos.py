@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.__main__ import run_cases
 from tests.chaos.cases import CASES
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 QUICK = [case for case in CASES if case.is_quick]

@@ -1,7 +1,7 @@
 """Finds the engines that the contract suite runs on: every `cases_<name>.py` beside this file with a constant `CASE`.
 
-One engine is started per case and session, when its first test needs it. A case whose program isn't there is skipped;
-with PEERS_REQUIRED=1, as `make test-peers` sets it, each of its tests fails.
+One engine is started per case and session, when its first test needs it; one process runs all tests of a case. A case
+whose program isn't there is skipped; with PEERS_REQUIRED=1, as `make test-peers` sets it, each of its tests fails.
 """
 
 import importlib.util
@@ -34,7 +34,8 @@ def _params() -> list[object]:
         skip = [pytest.mark.skip(reason=needs)] if needs and not is_required else []
         # The first test of a case starts its engine; the limit of all other tests would cut that short.
         limit = pytest.mark.timeout(case.open_s + case.limit_s)
-        params.append(pytest.param(case, id=case.name, marks=[limit, *skip]))
+        group = pytest.mark.xdist_group(case.name)
+        params.append(pytest.param(case, id=case.name, marks=[limit, group, *skip]))
     return params
 
 

@@ -43,7 +43,8 @@ def _params() -> list[object]:
         skip = [pytest.mark.skip(reason=needs)] if needs and not is_required else []
         # The first test of a case starts its engine; the limit of all other tests would cut that short.
         limit = pytest.mark.timeout(case.open_s + case.limit_s)
-        found.append(pytest.param(case, id=case.name, marks=[limit, *skip]))
+        group = pytest.mark.xdist_group(f"draft-{case.name}")
+        found.append(pytest.param(case, id=case.name, marks=[limit, group, *skip]))
     return found
 
 

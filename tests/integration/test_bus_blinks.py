@@ -24,7 +24,7 @@ from tests.integration.test_cli import rlbus
 from tests.integration.test_failover import NAMESPACE, stage_of_two
 from tests.unit.rlbus.scripted_workers import NS, ScriptedWorker
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 OUTAGE_S = 20.0
 # The transfer that is under way when the server stops, in seconds.

@@ -19,7 +19,7 @@ from rlbus.workers.torch_lm.make import make_tiny_model
 from rlbus.workers.torch_lm.model import load_model
 from tests.integration.test_cli import NAMESPACE, Process, rlbus
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 # Issue 3: admitted within 5 s plus its own start and one transfer.
 BOUND_S = 5.0

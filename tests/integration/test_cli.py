@@ -22,7 +22,7 @@ from rlbus.sync import LoopThread, Trainer
 from rlbus.transfer.fake import FakePlane, FakeSource
 from rlbus.workers.engines.fake import DEFAULT_TENSORS
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 NAMESPACE = "cli"
 # What any command that ends with an error may take here, in seconds.

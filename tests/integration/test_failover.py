@@ -22,7 +22,7 @@ from rlbus.errors import RLBusError
 from rlbus.schemas import Command, CommandRefused, FaultCode, FleetView, Generation, GetFleet, OpStatus, PauseGeneration
 from rlbus.server import EmbeddedServer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 NAMESPACE = "failover"
 # The promise of issue 3, in seconds.

@@ -23,7 +23,7 @@ from rlbus.transfer.plane import Sent, WeightSource
 from rlbus.transfer.source import weight_source
 from rlbus.transfer.torch_plane import RELEASE_S, TorchPlane
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 RECEIVER = Path(__file__).parent / "gloo_receiver.py"
 BUCKET_BYTES = 64 * 1024

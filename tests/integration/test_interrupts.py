@@ -12,7 +12,7 @@ from rlbus.workers.engines.fake import FakeEngine
 from tests.integration import test_cli
 from tests.integration.test_cli import BOUND_S, Process, rlbus
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 url, controller, fleet = test_cli.url, test_cli.controller, test_cli.fleet
 

@@ -17,7 +17,7 @@ from rlbus.server import EmbeddedServer
 from rlbus.sync import LoopThread
 from tests.integration.test_cli import NAMESPACE, Process, rlbus
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 E = TypeVar("E")
 

@@ -20,7 +20,7 @@ from rlbus.connecting import connect_bus
 from rlbus.errors import BrokenError, PayloadTooLargeError
 from rlbus.server import EmbeddedServer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 LIMIT_S = 30.0
 # Short limits, so that a frozen server is found in a second instead of 15.

@@ -24,7 +24,7 @@ from rlbus.transfer.source import weight_source
 from rlbus.transfer.torch_plane import TorchPlane
 from tests.integration.test_server import listening_ports
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 # What a wait of a second or less may take on a busy machine; the plans' own time is far longer.
 SOON_S = 20.0
