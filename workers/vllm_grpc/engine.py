@@ -8,7 +8,6 @@ way isn't advertised.
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
@@ -35,7 +34,7 @@ from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.draft import WEIGHTLESS, expected_from
 from rlbus.workers.vllm_server.engine import UNLABELLED
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, TORN, Exchange, FolderError, RankDraft, clear_left
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, FolderError, RankDraft, clear_left
 from rlbus.workers.vllm_server.model import expected_of
 from rlbus.workers.vllm_server.ranks import Left
 from rlbus.workers.vllm_server.updates import Updates
@@ -142,7 +141,6 @@ class VllmGrpcEngine(UpdatingEngine):
         observed = await self.observe()
         is_paused = observed.generation is Generation.PAUSED
         self._sleeping.is_known = not is_paused or not self.sleep_tags
-        left = replace(left, is_torn=left.is_torn or observed.weight_version == TORN)
         self._found = left.found(observed.weight_version, is_paused=is_paused, has_draft=self._has_draft)
 
     @property

@@ -129,6 +129,22 @@ def test_how_the_worker_was_found_is_told(tmp_path: Path) -> None:
     assert not worker.is_open
 
 
+@pytest.mark.parametrize("is_paused", [True, False])
+@pytest.mark.parametrize("has_transfer", [True, False])
+def test_worker_whose_label_says_torn_is_found_torn_whatever_its_ranks_say(
+    tmp_path: Path, has_transfer: bool, is_paused: bool
+) -> None:
+    """A reload from disk that was cut off has no ranks that know of it: only the label tells."""
+    worker = FakeWorker(is_paused=is_paused, label=TORN, has_transfer=has_transfer)
+    found: list[Found] = []
+
+    async def check(engine: DynamoEngine) -> None:
+        found.append(engine.found)
+
+    on_engine(worker, tmp_path, check)
+    assert found == [Found(TORN, is_paused=is_paused, is_torn=True)]
+
+
 def test_torn_draft_is_told_though_no_update_of_drafts_goes_through_dynamo(tmp_path: Path) -> None:
     """Its ranks say so: nothing may be generated with it."""
     draft = RankDraft(method="draft_model", model="d", label=TORN)
