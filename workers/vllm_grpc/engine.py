@@ -21,7 +21,7 @@ from rlbus.schemas import (
     SleepData,
     SleepTag,
 )
-from rlbus.workers.engines.base import EngineInfo, Observed
+from rlbus.workers.engines.base import NO_LABEL, EngineInfo, Observed
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
@@ -203,7 +203,7 @@ class VllmGrpcEngine(UpdatingEngine):
         is_paused = await self._calls.ask("IsPaused", self._control.is_paused, CALL_S)
         label = await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S)
         generation = Generation.PAUSED if is_paused else Generation.RUNNING
-        return Observed(generation, None if label == UNLABELLED else label, asleep=self._sleeping.asleep)
+        return Observed(generation, NO_LABEL if label == UNLABELLED else label, asleep=self._sleeping.asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`. The service counts no requests. Cancel: the engine is, or becomes, paused."""

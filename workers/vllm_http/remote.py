@@ -13,6 +13,7 @@ from rlbus.errors import EngineDeadError, EngineError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.peer_http import PeerClient, PeerError
 from rlbus.workers.vllm_server.calls import OVERDUE_S
+from rlbus.workers.vllm_server.engine import UNLABELLED
 from rlbus.workers.vllm_server.exchange import TORN
 from rlbus.workers.vllm_server.ranks import CALL_S
 from rlbus.workers.vllm_server.updates import LOAD_S, TRANSFER_S
@@ -46,6 +47,8 @@ class RemoteLLM:
         self.vllm_config = vllm_config
         # Why the server, or its engine, is gone for good; a server that comes back is another one.
         self.death: str | None = None
+        # Whether its weights are known to have a label.
+        self._has_label = False
 
     @property
     def errored(self) -> bool:
@@ -93,12 +96,24 @@ class RemoteLLM:
     # --- weights
 
     async def get_weight_version(self) -> str:
-        """Its label. Cancel: leaves nothing."""
-        return str(self._field(await self._get("/weight_info"), "weight_version"))
+        """Its label.
+
+        Raises: EngineDeadError: it had one, and has none, so it is another server's. Without rlbus's plugin, and behind
+            something that keeps accepting connections, nothing else tells. Cancel: leaves nothing.
+        """
+        had_label = self._has_label  # an answer that is on its way speaks of the time before
+        label = str(self._field(await self._get("/weight_info"), "weight_version"))
+        if label != UNLABELLED:
+            self._has_label = True
+        elif had_label:
+            self.die(f"the server at {self._client.peer.url} was started anew: its weights have lost their label")
+            raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=str(self.death)))
+        return label
 
     async def update_weight_version(self, label: str) -> None:
         """Set it. Cancel: it may be set."""
         await self._post("/update_weight_version", body={"new_version": label})
+        self._has_label = True
 
     async def start_weight_update(self) -> None:
         """See AsyncLLM. Cancel: a session may be open."""

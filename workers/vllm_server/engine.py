@@ -25,7 +25,7 @@ from rlbus.schemas import (
     SleepTag,
     Version,
 )
-from rlbus.workers.engines.base import EngineInfo, Observed
+from rlbus.workers.engines.base import NO_LABEL, EngineInfo, Observed
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_server.adapters import TakesLoras
@@ -242,7 +242,7 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
         label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
         asleep = await self._sleeping.asleep()
         generation = Generation.PAUSED if is_paused or asleep else Generation.RUNNING
-        return Observed(generation, None if label == UNLABELLED else label, self._num_requests(), asleep)
+        return Observed(generation, NO_LABEL if label == UNLABELLED else label, self._num_requests(), asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`. A wait takes as long as the requests do, and is bounded by the caller.

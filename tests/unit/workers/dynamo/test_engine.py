@@ -11,6 +11,7 @@ from rlbus.schemas import FaultCode, Generation, PauseMode
 from rlbus.workers.dynamo.engine import DynamoEngine
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.surface import ROUTES, Began
+from rlbus.workers.engines.base import NO_LABEL
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.vllm_server.exchange import TORN, RankDraft
@@ -166,7 +167,7 @@ def test_it_says_what_dynamo_says_and_not_what_was_commanded(tmp_path: Path) -> 
 
     async def check(engine: DynamoEngine) -> None:
         observed = await engine.observe()
-        assert (observed.generation, observed.weight_version) == (Generation.RUNNING, None)
+        assert (observed.generation, observed.weight_version) == (Generation.RUNNING, NO_LABEL)
         worker.is_paused, worker.label = True, "7"
         observed = await engine.observe()
         assert (observed.generation, observed.weight_version) == (Generation.PAUSED, "7")

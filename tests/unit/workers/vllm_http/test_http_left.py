@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from rlbus.errors import EngineError
+from rlbus.errors import EngineDeadError, EngineError
 from rlbus.schemas import Version
+from rlbus.workers.engines.base import NO_LABEL
 from rlbus.workers.vllm_http.engine import VllmHttpEngine
 from rlbus.workers.vllm_server.exchange import TORN
 from tests.unit.workers.vllm_http.fake_server import FakeServer
@@ -47,6 +48,56 @@ def test_a_reload_is_labelled_torn_until_it_is_done(server: FakeServer) -> None:
     async def check(engine: VllmHttpEngine) -> None:
         await engine.load_weights(str(server.model), Version(step=3))
         assert (labels, server.label) == ([TORN], "0.3")
+
+    on_engine(server, check)
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_server_whose_label_is_gone_is_another_engine(server: FakeServer, is_found: bool) -> None:
+    """Behind something that keeps accepting connections, and without rlbus's plugin, nothing else tells it apart."""
+    server.about = None
+    server.label = "0.7" if is_found else "default"
+
+    async def check(engine: VllmHttpEngine) -> None:
+        if not is_found:
+            await engine.observe()  # weights that nobody has labelled yet are no other engine's
+            await engine.label_weights(Version(step=7))
+        await engine.observe()
+        server.label = "default"
+        with pytest.raises(EngineDeadError, match="started anew"):
+            await engine.observe()
+        with pytest.raises(EngineDeadError):
+            await engine.resume()
+
+    on_engine(server, check)
+
+
+def test_label_that_was_asked_for_before_it_was_set_is_no_other_engines(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is late speaks of the time before."""
+    server.about = None
+    answers, arrived, on_its_way = server.answer, asyncio.Event(), asyncio.Event()
+    on_its_way.set()
+
+    async def late(request: httpx.Request) -> httpx.Response:
+        answer = answers(request)
+        if request.url.path == "/weight_info":
+            arrived.set()
+            await on_its_way.wait()
+        return answer
+
+    monkeypatch.setattr(server, "answer", late)
+
+    async def check(engine: VllmHttpEngine) -> None:
+        arrived.clear()
+        on_its_way.clear()
+        observing = asyncio.create_task(engine.observe())
+        await arrived.wait()
+        await engine.label_weights(Version(step=7))
+        on_its_way.set()
+        assert (await observing).weight_version == NO_LABEL
+        assert (await engine.observe()).weight_version == "0.7"
 
     on_engine(server, check)
 
