@@ -7,6 +7,7 @@ a `PeerError`, or an `EngineDeadError` where nobody listens any more.
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -263,18 +264,19 @@ class PeerClient:
         return self._error(method, path, f"{what}: {problem}")
 
     async def _is_gone(self) -> bool:
-        """Whether a fresh connection is refused. One that merely hangs proves nothing."""
+        """Whether fresh connections are refused: by one of its addresses at least ("localhost" has two), while none
+        accepts. One that merely hangs proves nothing.
+        """
         if not self._has_network:
             return False
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(LOOK_S):
-                _, writer = await asyncio.open_connection(self.peer.host, self.peer.port)
-        except ConnectionRefusedError:
-            return True
+                found = await loop.getaddrinfo(self.peer.host, self.peer.port, type=socket.SOCK_STREAM)
+                looks = await asyncio.gather(*(_refuses(family, where) for family, _, _, _, where in found))
         except (OSError, TimeoutError):
             return False
-        writer.close()
-        return False
+        return True in looks and False not in looks
 
     def _error(self, method: str, path: str, problem: str, *, said: str | None = None, **detail: str) -> PeerError:
         problem = self.peer.hide(problem)[:MAX_PROBLEM_CHARS]
@@ -287,6 +289,19 @@ class PeerClient:
                 detail={"url": self.peer.url, "call": f"{method} {path}", "problem": said, **detail},
             )
         )
+
+
+async def _refuses(family: int, address: Any) -> bool | None:
+    """Whether a connection to this address is refused; None if there is no way to it, which says nothing."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, address)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def _code_of(data: str) -> str | None:
