@@ -7,6 +7,7 @@ a `PeerError`, or an `EngineDeadError` where nobody listens any more.
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ MAX_CONNECTIONS = 32
 KEEPALIVE_S = 2.0
 # Answers that are about who asks.
 DENIED = (401, 403)
+# Source: RFC 9110, 5.6.2.
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", re.ASCII)
 # Addresses to listen on, at which nobody can be reached from elsewhere.
 WILDCARDS = ("0.0.0.0", "::", "*")
 
@@ -54,18 +57,15 @@ class Peer:
         """
         found = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         for name, value in (headers or {}).items():
-            if (
-                not name
-                or not name.isascii()
-                or any(c in ":\r\n \t" for c in name)
-                or any(c in "\r\n\0" for c in value)
-            ):
-                raise ConfigError("header", name, "use NAME=VALUE, without spaces in the name and lines in the value")
+            if not _HEADER_NAME.fullmatch(name):
+                raise ConfigError("header", name, "use NAME=VALUE; a name is of letters, digits, and -_.!#$%&'*+^`|~")
             if name.lower() == "authorization":
                 found.pop("Authorization", None)
             found[name] = value
-        if any(not value.isascii() for value in found.values()):
-            raise ConfigError("header", "...", "a header's value, and an API key, has to be ASCII")
+        for name, value in found.items():
+            if not value.isascii() or value.strip() != value or any(c in "\r\n\0" for c in value):
+                problem = "a value, and an API key, is one line of ASCII, without spaces around it"
+                raise ConfigError("header", name, problem)
         return cls(_checked_url(url), found)
 
     @property

@@ -120,11 +120,21 @@ def test_ipv6_in_brackets_and_a_path_are_kept() -> None:
     assert Peer.of("https://h").port == 443
 
 
-@pytest.mark.parametrize("headers", [{"a b": "x"}, {"": "x"}, {"a": "x\ny"}, {"a:": "x"}, {"a": "ü"}])
+@pytest.mark.parametrize(
+    "headers",
+    [{"a b": "x"}, {"": "x"}, {"a": "x\ny"}, {"a:": "x"}, {"a": "ü"}, {"a@b": "x"}, {"a": " x"}, {"a": "x "}],
+)
 def test_header_that_cannot_be_sent_is_refused(headers: dict[str, str]) -> None:
     """Without its value, which may be a secret."""
     with pytest.raises(ConfigError, match="header"):
         Peer.of("http://h:1", headers=headers)
+
+
+def test_key_that_cannot_be_sent_is_refused() -> None:
+    """As a header's value, which it becomes."""
+    with pytest.raises(ConfigError, match="API key") as caught:
+        Peer.of("http://h:1", api_key="sesame\n")
+    assert "sesame" not in str(caught.value)
 
 
 def test_refused_credentials_are_told_as_such_and_not_shown() -> None:
