@@ -212,10 +212,13 @@ class RemoteCallError(Exception):
     """A collective call raised inside vLLM, or nobody knows how it ended."""
 
 
-async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float) -> None:
+async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float, is_known: bool = False) -> None:
     """Wait until the server says that it is healthy, saying every `tell_s` what it waits for. Bounded by the caller.
 
-    Raises: PeerError: it refuses our credentials, or has no such route. Cancel: leaves nothing.
+    Args:
+        is_known: it was there before, so whatever else answers stands in its place while it is away.
+
+    Raises: PeerError: it refuses our credentials, or has no such route, and isn't known. Cancel: leaves nothing.
     """
     loop = asyncio.get_running_loop()
     told_s: float | None = None
@@ -224,7 +227,7 @@ async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float) -> 
             await client.text("GET", "/health", limit_s=HEALTH_S)
             return
         except EngineError as exc:
-            if isinstance(exc, PeerError) and (exc.is_denied or exc.is_missing):
+            if not is_known and isinstance(exc, PeerError) and (exc.is_denied or exc.is_missing):
                 raise
             if told_s is None or loop.time() - told_s >= tell_s:
                 told_s = loop.time()

@@ -9,13 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from rlbus.errors import EngineDeadError, EngineError
+from rlbus.errors import ConfigError, EngineDeadError, EngineError
 from rlbus.schemas import Version
+from rlbus.testing import run
 from rlbus.workers.engines.base import NO_LABEL
+from rlbus.workers.peer_http import Peer
 from rlbus.workers.vllm_http.engine import VllmHttpEngine
 from rlbus.workers.vllm_server.exchange import TORN
 from tests.unit.workers.vllm_http.fake_server import FakeServer
-from tests.unit.workers.vllm_http.test_http_engine import on_engine, save
+from tests.unit.workers.vllm_http.test_http_engine import PEER, on_engine, save
 
 pytestmark = pytest.mark.unit
 
@@ -50,6 +52,34 @@ def test_a_reload_is_labelled_torn_until_it_is_done(server: FakeServer) -> None:
         assert (labels, server.label) == ([TORN], "0.3")
 
     on_engine(server, check)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_server_that_was_met_before_is_waited_for_whatever_stands_in_its_place(
+    server: FakeServer, tmp_path: Path, status: int
+) -> None:
+    """An ingress has pages of its own while the server is away; only at the first start they mean a wrong URL."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for is_away in (False, True):
+            if is_away:
+                server.instead["/health"] = lambda: httpx.Response(status)
+                loop.call_later(90.0, server.instead.clear)
+            engine = VllmHttpEngine(PEER, transport=server.transport, run_dir=str(run_dir))
+            await engine.start()
+            await engine.aclose()
+        assert loop.time() == pytest.approx(90.0, abs=1.0)
+        server.instead["/health"] = lambda: httpx.Response(status)
+        elsewhere = Peer.of("http://elsewhere:8000")
+        engine = VllmHttpEngine(elsewhere, transport=server.transport, run_dir=str(run_dir))
+        with pytest.raises(ConfigError):
+            await engine.start()
+        await engine.aclose()
+
+    run(main())
 
 
 @pytest.mark.parametrize("is_found", [True, False])
