@@ -34,6 +34,8 @@ MAX_CONNECTIONS = 32
 KEEPALIVE_S = 2.0
 # Answers that are about who asks.
 DENIED = (401, 403)
+# Answers of somebody who is asked too much, or of a proxy whose server is away: they pass by themselves.
+PASSING = ("429", "502", "503", "504")
 # Source: RFC 9110, 5.6.2.
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", re.ASCII)
 # Addresses to listen on, at which nobody can be reached from elsewhere.
@@ -285,7 +287,7 @@ class PeerClient:
             Fault(
                 code=FaultCode.ENGINE_FAILED,
                 message=f"{self._what}: {method} {self.peer.url}{path} {problem}",
-                retryable="status" not in detail,
+                retryable=detail.get("status") in (None, *PASSING),
                 detail={"url": self.peer.url, "call": f"{method} {path}", "problem": said, **detail},
             )
         )

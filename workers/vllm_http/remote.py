@@ -26,7 +26,8 @@ BEYOND_S = OVERDUE_S + 5.0
 WAIT_S = 86_400.0
 # How long the server may take to say whether its engine lives.
 HEALTH_S = 2.0
-# vLLM's answer to /health when its engine is dead.
+# vLLM's answer to /health when its engine is dead, without a word. A proxy that can't reach it has words of its
+# own, and so has vLLM while it scales. Source: vllm 0.32, serve/instrumentator/health.py.
 UNHEALTHY = 503
 
 _ROUTES = {
@@ -195,7 +196,7 @@ class RemoteLLM:
             self.die(exc.fault.message)
             raise
         except PeerError as exc:
-            if exc.status != UNHEALTHY:
+            if exc.status != UNHEALTHY or exc.problem:
                 return
             message = f"the engine behind {self._client.peer.url} is dead: its server says so"
             self.die(message)

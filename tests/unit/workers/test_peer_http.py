@@ -177,6 +177,15 @@ def test_failure_has_status_url_and_words_as_data() -> None:
     assert fails(lambda r: httpx.Response(404)).is_missing
 
 
+@pytest.mark.parametrize(
+    ("status", "retryable"),
+    [(429, True), (502, True), (503, True), (504, True), (400, False), (404, False), (500, False)],
+)
+def test_what_passes_by_itself_may_be_tried_again(status: int, retryable: bool) -> None:
+    """A proxy whose server is away for a moment, or somebody who is asked too much."""
+    assert fails(lambda r: httpx.Response(status)).fault.retryable is retryable
+
+
 def test_redirect_is_not_followed() -> None:
     """The credentials would go to whoever it names."""
     error = fails(lambda r: httpx.Response(307, headers={"location": "http://elsewhere/x"}))

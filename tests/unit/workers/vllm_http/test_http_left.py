@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from rlbus.errors import ConfigError, EngineDeadError, EngineError
-from rlbus.schemas import Version
+from rlbus.schemas import PauseMode, Version
 from rlbus.testing import run
 from rlbus.workers.engines.base import NO_LABEL
-from rlbus.workers.peer_http import Peer
+from rlbus.workers.peer_http import Peer, PeerError
 from rlbus.workers.vllm_http.engine import VllmHttpEngine
 from rlbus.workers.vllm_server.exchange import TORN
 from tests.unit.workers.vllm_http.fake_server import FakeServer
@@ -50,6 +50,31 @@ def test_a_reload_is_labelled_torn_until_it_is_done(server: FakeServer) -> None:
     async def check(engine: VllmHttpEngine) -> None:
         await engine.load_weights(str(server.model), Version(step=3))
         assert (labels, server.label) == ([TORN], "0.3")
+
+    on_engine(server, check)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(503, text="<html>503 Service Temporarily Unavailable</html>"),
+        httpx.Response(503, json={"error": "The model is currently scaling. Please try again later."}),
+        httpx.Response(502),
+    ],
+)
+def test_words_of_a_proxy_before_the_server_are_no_death(server: FakeServer, answer: httpx.Response) -> None:
+    """vLLM's own 503 on /health says nothing else; any other is about somebody who is away for a moment."""
+
+    async def check(engine: VllmHttpEngine) -> None:
+        server.instead["/health"] = server.instead["/is_paused"] = lambda: httpx.Response(
+            answer.status_code, content=answer.content
+        )
+        with pytest.raises(PeerError) as caught:
+            await engine.observe()
+        assert caught.value.fault.retryable
+        server.instead.clear()
+        await engine.observe()
+        await engine.pause(PauseMode.KEEP, True)
 
     on_engine(server, check)
 
