@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from rlbus.schemas import Generation, PauseGeneration, ResumeGeneration, Sleep, SleepTag, WakeUp, WeightsState
-from rlbus.workers.engines.base import Engine, Observed
+from rlbus.workers.engines.base import NO_LABEL, Engine, Observed
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
@@ -69,7 +69,8 @@ def drift(state: WorkerState, observed: Observed) -> str | None:
     version, label = state.weights.version, observed.weight_version
     is_settled = state.weights.state is WeightsState.CLEAN and state.running is None
     if is_settled and version is not None and label is not None and label != str(version):
-        parts.append(f"committed version {version}, but the engine says {label}")
+        says = "has no label" if label == NO_LABEL else f"says {label}"
+        parts.append(f"committed version {version}, but the engine {says}")
     return "; ".join(parts) or None
 
 

@@ -7,6 +7,8 @@ a `PeerError`, or an `EngineDeadError` where nobody listens any more.
 
 import asyncio
 import json
+import re
+import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +34,10 @@ MAX_CONNECTIONS = 32
 KEEPALIVE_S = 2.0
 # Answers that are about who asks.
 DENIED = (401, 403)
+# Answers of somebody who is asked too much, or of a proxy whose server is away: they pass by themselves.
+PASSING = ("429", "502", "503", "504")
+# Source: RFC 9110, 5.6.2.
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", re.ASCII)
 # Addresses to listen on, at which nobody can be reached from elsewhere.
 WILDCARDS = ("0.0.0.0", "::", "*")
 
@@ -53,18 +59,15 @@ class Peer:
         """
         found = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         for name, value in (headers or {}).items():
-            if (
-                not name
-                or not name.isascii()
-                or any(c in ":\r\n \t" for c in name)
-                or any(c in "\r\n\0" for c in value)
-            ):
-                raise ConfigError("header", name, "use NAME=VALUE, without spaces in the name and lines in the value")
+            if not _HEADER_NAME.fullmatch(name):
+                raise ConfigError("header", name, "use NAME=VALUE; a name is of letters, digits, and -_.!#$%&'*+^`|~")
             if name.lower() == "authorization":
                 found.pop("Authorization", None)
             found[name] = value
-        if any(not value.isascii() for value in found.values()):
-            raise ConfigError("header", "...", "a header's value, and an API key, has to be ASCII")
+        for name, value in found.items():
+            if not value.isascii() or value.strip() != value or any(c in "\r\n\0" for c in value):
+                problem = "a value, and an API key, is one line of ASCII, without spaces around it"
+                raise ConfigError("header", name, problem)
         return cls(_checked_url(url), found)
 
     @property
@@ -263,18 +266,19 @@ class PeerClient:
         return self._error(method, path, f"{what}: {problem}")
 
     async def _is_gone(self) -> bool:
-        """Whether a fresh connection is refused. One that merely hangs proves nothing."""
+        """Whether fresh connections are refused: by one of its addresses at least ("localhost" has two), while none
+        accepts. One that merely hangs proves nothing.
+        """
         if not self._has_network:
             return False
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(LOOK_S):
-                _, writer = await asyncio.open_connection(self.peer.host, self.peer.port)
-        except ConnectionRefusedError:
-            return True
+                found = await loop.getaddrinfo(self.peer.host, self.peer.port, type=socket.SOCK_STREAM)
+                looks = await asyncio.gather(*(_refuses(family, where) for family, _, _, _, where in found))
         except (OSError, TimeoutError):
             return False
-        writer.close()
-        return False
+        return True in looks and False not in looks
 
     def _error(self, method: str, path: str, problem: str, *, said: str | None = None, **detail: str) -> PeerError:
         problem = self.peer.hide(problem)[:MAX_PROBLEM_CHARS]
@@ -283,10 +287,23 @@ class PeerClient:
             Fault(
                 code=FaultCode.ENGINE_FAILED,
                 message=f"{self._what}: {method} {self.peer.url}{path} {problem}",
-                retryable="status" not in detail,
+                retryable=detail.get("status") in (None, *PASSING),
                 detail={"url": self.peer.url, "call": f"{method} {path}", "problem": said, **detail},
             )
         )
+
+
+async def _refuses(family: int, address: Any) -> bool | None:
+    """Whether a connection to this address is refused; None if there is no way to it, which says nothing."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, address)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def _code_of(data: str) -> str | None:

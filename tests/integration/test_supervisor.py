@@ -106,6 +106,34 @@ def test_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
+def test_program_that_is_replaced_while_it_restarts_is_started_once_it_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an upgrade does; the supervisor doesn't end with it."""
+    program, lives_file = tmp_path / "server", tmp_path / "lives"
+
+    def install() -> None:
+        """Each life removes its own file."""
+        new = tmp_path / "new"
+        new.write_text(f'#!/bin/sh\necho x >> {lives_file}\nrm -f "$0"\nexit 1\n')
+        new.chmod(0o755)
+        new.rename(program)
+
+    async def main() -> None:
+        install()
+        how, stopped = replace(HOW, log=tmp_path / "log"), asyncio.Event()
+        running = asyncio.ensure_future(
+            keep_running(WorkerCommand((str(program),), {}, beats=False), how, restarts(1000), stopped)
+        )
+        await until(lambda: running.done() or "can't be started" in caplog.text)
+        install()
+        await until(lambda: running.done() or lives_file.read_text().count("x") == 2)
+        stopped.set()
+        assert await running == 0
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
 def test_process_that_finds_no_bus_is_not_one_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again as long as the server is away, and has all of its restarts left afterwards."""
     monkeypatch.setattr("rlbus.workers.supervisor.supervise.NO_BUS_PAUSE_S", 0.01)

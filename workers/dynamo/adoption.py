@@ -128,6 +128,17 @@ class _Hosted:
         self.task = task
         self.agent: Agent | None = None
         self.reason: str | None = None
+        # Whether its process has answered when it was last looked at.
+        self.answers = True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is at work, as far as its process answers: an op, an open session, or a pause that an op holds."""
+        if self.agent is None or not self.answers:
+            return False
+        state = self.agent.state
+        is_held = state.lease is not None and state.lease.end_op_id is None
+        return is_held or state.running is not None or state.session is not None
 
     def let_go(self, reason: str) -> None:
         """End it with a goodbye; before there is an agent there is nothing to say goodbye to."""
@@ -190,7 +201,8 @@ class Adoption:
         while True:
             try:
                 answer = await source.ask()
-                self._apply(Answered(source.name, answer, loop.time()))
+                busy = frozenset(who for who, hosted in self._hosted.items() if hosted.is_busy)
+                self._apply(Answered(source.name, answer, loop.time(), busy))
                 wait_s, said = LIST_S, ""
             except Exception as exc:  # noqa: BLE001 - said once, and asked again: a list may never end the others
                 if not isinstance(exc, RLBusError):
@@ -261,7 +273,7 @@ class Adoption:
                     system_url=system_url,
                 )
                 hosted.agent = agent
-                await self._run(agent, engine, listed)
+                await self._run(agent, engine, listed, hosted)
             if agent.lost is not None:
                 self._give_up(listed.who, engine)
                 if engine.is_gone:
@@ -275,9 +287,9 @@ class Adoption:
         if engine.began is not None:
             self._outlived[who] = engine.began
 
-    async def _run(self, agent: Agent, engine: DynamoEngine, listed: Listed) -> None:
+    async def _run(self, agent: Agent, engine: DynamoEngine, listed: Listed, hosted: _Hosted) -> None:
         loop = asyncio.get_running_loop()
-        running, watching = loop.create_task(agent.run()), loop.create_task(_stop_with(engine, agent))
+        running, watching = loop.create_task(agent.run()), loop.create_task(_stop_with(engine, agent, hosted))
         try:
             ready = loop.create_task(agent.ready.wait())
             await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -312,17 +324,17 @@ async def _drop_copies(agent: Agent) -> None:
             await run_in_thread(agent.lora_files.drop, name="rlbus disk")
 
 
-async def _stop_with(engine: DynamoEngine, agent: Agent) -> None:
+async def _stop_with(engine: DynamoEngine, agent: Agent, hosted: _Hosted) -> None:
     """Stop the agent when its worker's process is gone, or another one answers in its place."""
     num_silent = 0
     while agent.lost is None:
         await asyncio.sleep(ALIVE_S)
         try:
             await engine.check_alive(ALIVE_LIMIT_S)
-            num_silent = 0
+            num_silent, hosted.answers = 0, True
         except EngineDeadError as exc:
             agent.lose(exc.fault.message)
         except EngineError as exc:
-            num_silent += 1
+            num_silent, hosted.answers = num_silent + 1, False
             if num_silent >= MAX_SILENT:
                 agent.lose(f"the worker's process hasn't answered {MAX_SILENT} times: {exc.fault.message}")

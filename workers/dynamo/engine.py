@@ -28,7 +28,7 @@ from rlbus.workers.dynamo.loras import NEEDED, DynamoLoras
 from rlbus.workers.dynamo.rpc import DynamoRpc
 from rlbus.workers.dynamo.surface import Began, DynamoError, Surface
 from rlbus.workers.dynamo.tensors import model_tensors
-from rlbus.workers.engines.base import EngineInfo, Observed
+from rlbus.workers.engines.base import NO_LABEL, EngineInfo, Observed
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.peer_http import Peer, PeerClient
@@ -274,7 +274,7 @@ class DynamoEngine(UpdatingEngine, TakesLoras[DynamoLoras]):
         self.began = began or self.began
 
     async def _label(self) -> str | None:
-        return await self._surface.label() if self._listed.routes >= _LABELS else None
+        return (await self._surface.label() or NO_LABEL) if self._listed.routes >= _LABELS else None
 
     async def _look(self, limit_s: float) -> Began | None:
         loop = asyncio.get_running_loop()

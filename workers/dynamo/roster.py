@@ -1,8 +1,9 @@
 """Which workers of Dynamo's are adopted: `decide(roster, event) -> (roster, actions)`. Pure; `adoption` does the rest.
 
 Rules: whom Dynamo lists without an error is adopted. Who is adopted stays so while its own process answers, whatever
-the list's probe of it says (it may be busy with an update), until Dynamo's list has been without it MISSES times. Who
-ended, or couldn't be adopted, is tried again with growing pauses. A list that can't be had changes nothing.
+the list's probe of it says (it may be busy with an update), until Dynamo's list has been without it MISSES times. A
+list ends nobody's work: a front end that has just begun anew lists nobody for some seconds. Who ended, or couldn't be
+adopted, is tried again with growing pauses. A list that can't be had changes nothing.
 """
 
 import enum
@@ -51,11 +52,14 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A source gave its list. `now_s` is of the loop's clock."""
+    """A source gave its list. `now_s` is of the loop's clock; `busy` are adopted workers whose process answers, and
+    which are at work.
+    """
 
     source: str
     answer: Answer
     now_s: float
+    busy: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ def _answered(roster: Roster, event: Answered) -> tuple[Roster, tuple[Action, ..
     for worker in event.answer.workers:
         _take(entries, worker, event, actions)
     for who, entry in roster.entries.items():
-        if entry.source == event.source and who not in listed:
+        if entry.source == event.source and who not in listed and who not in event.busy:
             _miss(entries, who, entry, is_named=who in named, actions=actions)
     said = _tell(roster, event, actions, entries)
     return Roster(entries, said), tuple(actions)
@@ -128,6 +132,9 @@ def _take(entries: dict[str, Entry], worker: Listed, event: Answered, actions: l
     if entry.source != event.source and entry.phase is not Phase.WAITS:
         return  # another source lists it too
     if entry.phase is Phase.RUNS and entry.listed != worker:
+        if worker.who in event.busy:
+            entries[worker.who] = replace(entry, num_misses=0)  # seen to be another one once it is done
+            return
         entries[worker.who] = replace(entry, listed=worker, phase=Phase.LEAVES, num_misses=0)
         actions.append(LetGo(worker.who, "its descriptor has changed"))
     elif entry.phase is Phase.WAITS and event.now_s >= entry.retry_s and not _same_url(entries, worker):

@@ -66,6 +66,8 @@ class Surface:
         self._client = client
         # Why the worker is gone, as soon as a call has found that out.
         self.gone: str | None = None
+        # Whether its weights are known to have a label.
+        self._has_label = False
 
     async def call(self, route: str, body: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Call a route once; its answer. Cancel: Dynamo still does it."""
@@ -111,14 +113,25 @@ class Surface:
         return None
 
     async def label(self) -> str | None:
-        """What its weights are labelled with; None if nobody has labelled them. Cancel: leaves nothing."""
+        """What its weights are labelled with; None if nobody has labelled them.
+
+        Raises: EngineDeadError: they had a label, which only another process hasn't. Cancel: leaves nothing.
+        """
+        had_label = self._has_label  # an answer that is on its way speaks of the time before
         answer = await self.call("get_weight_version", {}, ASK_S)
         version = answer.get("version")
-        return None if version is None or answer.get("version_declared") is False else str(version)
+        if version is not None and answer.get("version_declared") is not False:
+            self._has_label = True
+            return str(version)
+        if had_label:
+            self.gone = f"the Dynamo worker at {self._client.peer.url} was restarted: its weights have lost their label"
+            raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=self.gone))
+        return None
 
     async def set_label(self, label: str, limit_s: float) -> None:
         """Label the weights. Cancel: Dynamo still does it."""
         await self.call("set_weight_version", {"weight_version": label}, limit_s)
+        self._has_label = True
 
     async def has_loras(self) -> bool:
         """Whether it lists its adapters, which it does with `DYN_LORA_ENABLED`; without it, it loads none.

@@ -51,9 +51,14 @@ class EngineInfo:
     completions_url: str | None = None
 
 
+# The label of weights that nobody has labelled, of an engine that keeps one.
+NO_LABEL = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the engine itself says now. `weight_version` is the engine's own label (None: it keeps none).
+    """What the engine itself says now. `weight_version` is the engine's own label: NO_LABEL before it was given one,
+    None if it keeps none, or can't say it now.
 
     `asleep` are the parts of its memory that sleep; while there is one, `generation` is paused.
     """

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlbus._process import Child
+from rlbus.errors import ConfigError
 from rlbus.workers.config import BOOT_ID
 from rlbus.workers.supervisor.beats import BEAT_FD, Hearing
 from rlbus.workers.supervisor.farewell import new_boot_id
@@ -72,17 +73,25 @@ class Supervision:
 async def keep_running(command: WorkerCommand, how: Supervision, restarts: Restarts, stopped: asyncio.Event) -> int:
     """Start the process, and again whenever it ends, until `stopped` is set (0) or `restarts` gives up.
 
-    One that only found no bus hasn't died: it is started again every NO_BUS_PAUSE_S, for as long as that takes.
+    One that only found no bus hasn't died: it is started again every NO_BUS_PAUSE_S, for as long as that takes. A start
+    that fails (the program is just being replaced, the machine is short of memory) counts as an end.
 
-    Cancel: the process is stopped, and killed after STOP_S.
+    Raises: ConfigError: the program was never there. Cancel: the process is stopped, and killed after STOP_S.
     """
     loop = asyncio.get_running_loop()
+    has_run = False
     while True:
         began_s = loop.time()
-        code = await _Life(command, how).run(stopped)
+        code: int | None
+        try:
+            code, has_run = await _Life(command, how).run(stopped), True
+            ended = f"the process ended with status {code} after {loop.time() - began_s:.0f} s"
+        except _StartError as exc:
+            if not has_run and exc.is_programs:
+                raise ConfigError("command", command.argv[0], f"can't be started: {exc}") from exc
+            code, ended = None, f"the process can't be started: {exc}"
         if stopped.is_set():
             return 0
-        ran_s = loop.time() - began_s
         if code == EXIT_USAGE:
             _log.error("worker %s: the process ended with status %d, called in a wrong way", how.who, code)
             return code
@@ -93,13 +102,11 @@ async def keep_running(command: WorkerCommand, how: Supervision, restarts: Resta
                 return 0
             continue
         # vLLM ends with 0 when its engine died (facts/vllm-cpu.md 8), so any end that nobody asked for is a death.
-        pause_s = restarts.on_end(loop.time(), ran_s)
+        pause_s = restarts.on_end(loop.time(), loop.time() - began_s)
         if pause_s is None:
-            text = "worker %s: the process ended with status %d after %.0f s, once too often; giving up"
-            _log.error(text, how.who, code, ran_s)
+            _log.error("worker %s: %s, once too often; giving up", how.who, ended)
             return EXIT_GAVE_UP
-        text = "worker %s: the process ended with status %d after %.0f s; next start in %.0f s"
-        _log.error(text, how.who, code, ran_s, pause_s)
+        _log.error("worker %s: %s; next start in %.0f s", how.who, ended, pause_s)
         if await _is_stopped_within(stopped, pause_s):
             return 0
 
@@ -108,6 +115,15 @@ async def _is_stopped_within(stopped: asyncio.Event, pause_s: float) -> bool:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(stopped.wait(), pause_s)
     return stopped.is_set()
+
+
+class _StartError(Exception):
+    """No process was started. `is_programs`: its program isn't there, or is none."""
+
+    def __init__(self, error: OSError, program: str) -> None:
+        super().__init__(error.strerror or str(error))
+        is_about_it = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
+        self.is_programs = is_about_it and error.filename == program
 
 
 class _Life:
@@ -121,31 +137,39 @@ class _Life:
         self._tree: list[Process] = []
 
     async def run(self, stopped: asyncio.Event) -> int:
-        """Until it ends, hangs, or the supervisor is told to stop; its exit status."""
+        """Until it ends, hangs, or the supervisor is told to stop; its exit status. Raises _StartError."""
+        how = self._how
+        async with contextlib.AsyncExitStack() as stack:
+            child, hearing = await self._start(stack)
+            hearing.listen(lambda: how.on_ready(child.pid))
+            _log.info("worker %s: process %d starts", how.who, child.pid)
+            try:
+                code = await self._until_end(child, hearing, stopped)
+                if not stopped.is_set() and code not in (EXIT_USAGE, EXIT_NO_BUS):  # those were never there
+                    how.on_death(self._boot_id, f"its process ended with status {code}")
+                return code
+            finally:
+                await self._clear()
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> tuple[Child, Hearing]:
+        """The process, and what hears of it; the stack ends with it."""
         how, command = self._how, self._command
-        hearing = Hearing()
         try:
-            async with output(how.who, how.log) as sink:
-                child = await Child.start(
-                    how.who,
-                    command.argv,
-                    env={**command.env, BEAT_FD: str(hearing.write_fd), BOOT_ID: self._boot_id},
-                    log=how.log,
-                    stdout=sink,
-                    stderr=sink,
-                    pass_fds=(hearing.write_fd,),
-                )
-                hearing.listen(lambda: how.on_ready(child.pid))
-                _log.info("worker %s: process %d starts", how.who, child.pid)
-                try:
-                    code = await self._until_end(child, hearing, stopped)
-                    if not stopped.is_set() and code not in (EXIT_USAGE, EXIT_NO_BUS):  # those were never there
-                        how.on_death(self._boot_id, f"its process ended with status {code}")
-                    return code
-                finally:
-                    await self._clear()
-        finally:
-            hearing.close()
+            hearing = Hearing()
+            stack.callback(hearing.close)
+            sink = await stack.enter_async_context(output(how.who, how.log))
+            child = await Child.start(
+                how.who,
+                command.argv,
+                env={**command.env, BEAT_FD: str(hearing.write_fd), BOOT_ID: self._boot_id},
+                log=how.log,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=(hearing.write_fd,),
+            )
+        except OSError as exc:
+            raise _StartError(exc, command.argv[0]) from exc
+        return child, hearing
 
     async def _until_end(self, child: Child, hearing: Hearing, stopped: asyncio.Event) -> int:
         restart = self._how.restart

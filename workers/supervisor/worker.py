@@ -33,7 +33,7 @@ async def supervise_worker(
         log: where its output goes; None is stderr, with its name before each line.
         on_ready: called with its process id whenever it can be reached on the bus.
 
-    Cancel: the worker is stopped, and killed after `supervise.STOP_S`.
+    Raises: ConfigError: its program isn't there. Cancel: the worker is stopped, and killed after `supervise.STOP_S`.
     """
     restarts = Restarts(RestartPolicy() if policy is None else policy)
     with tempfile.TemporaryDirectory(prefix="rlbus-worker-", ignore_cleanup_errors=True) as run_dir:

@@ -7,6 +7,7 @@ started anew (it has another instance id) is never taken for the one before, sin
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", MAX_RETRY_MS),
     ("grpc.enable_retries", 0),  # nothing is asked twice without us
 )
+# Names of headers; with that ending the value would be bytes.
+_NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
+_BINARY = "-bin"
 # vLLM's numbers. 0 is "unspecified", which the server takes for an abort; it is never sent.
 _MODES = {PauseMode.ABORT: 1, PauseMode.WAIT: 2, PauseMode.KEEP: 3}
 
@@ -49,14 +53,13 @@ class Control:
             with every call, e.g. credentials for a proxy before the server.
 
     Raises:
-        ConfigError: the file with the authorities can't be read.
+        ConfigError: the file with the authorities can't be read, or a header is one that gRPC can't send.
     """
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.target = f"[{peer.host}]:{peer.port}" if ":" in peer.host else f"{peer.host}:{peer.port}"
-        # gRPC takes lower-case names only.
-        self._headers = tuple((name.lower(), value) for name, value in peer.headers.items())
+        self._headers = _metadata(peer)
         self._credentials = _credentials(os.environ.get("SSL_CERT_FILE")) if peer.url.startswith("https:") else None
         self._channel: Any = None
         self._calls: dict[str, Any] = {}
@@ -234,6 +237,17 @@ class Control:
         if self._lost is None:
             _log.error("%s", why)
             self._lost = why
+
+
+def _metadata(peer: Peer) -> tuple[tuple[str, str], ...]:
+    """The headers as gRPC takes them. Otherwise a call would fail with no error of gRPC's own."""
+    for name, value in peer.headers.items():
+        if not _NAME.fullmatch(name) or name.lower().endswith(_BINARY):
+            problem = f"gRPC takes names of letters, digits, and -_. only, that don't end in {_BINARY}"
+            raise ConfigError("header", name, problem)
+        if not value.isprintable():
+            raise ConfigError("header", name, "gRPC takes values of printable characters only")
+    return tuple((name.lower(), value) for name, value in peer.headers.items())
 
 
 def _mode_number(mode: PauseMode) -> int:

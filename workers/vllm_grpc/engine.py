@@ -8,7 +8,6 @@ way isn't advertised.
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rlbus.errors import EngineDeadError, EngineError, FaultError, refused
@@ -22,7 +21,7 @@ from rlbus.schemas import (
     SleepData,
     SleepTag,
 )
-from rlbus.workers.engines.base import EngineInfo, Observed
+from rlbus.workers.engines.base import NO_LABEL, EngineInfo, Observed
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_grpc.capabilities import Greeting, ServerFacts, backends_of, greeting_of, is_ours, routes_of
@@ -35,7 +34,7 @@ from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.draft import WEIGHTLESS, expected_from
 from rlbus.workers.vllm_server.engine import UNLABELLED
-from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, TORN, Exchange, FolderError, RankDraft, clear_left
+from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, Exchange, FolderError, RankDraft, clear_left
 from rlbus.workers.vllm_server.model import expected_of
 from rlbus.workers.vllm_server.ranks import Left
 from rlbus.workers.vllm_server.updates import Updates
@@ -142,7 +141,6 @@ class VllmGrpcEngine(UpdatingEngine):
         observed = await self.observe()
         is_paused = observed.generation is Generation.PAUSED
         self._sleeping.is_known = not is_paused or not self.sleep_tags
-        left = replace(left, is_torn=left.is_torn or observed.weight_version == TORN)
         self._found = left.found(observed.weight_version, is_paused=is_paused, has_draft=self._has_draft)
 
     @property
@@ -205,7 +203,7 @@ class VllmGrpcEngine(UpdatingEngine):
         is_paused = await self._calls.ask("IsPaused", self._control.is_paused, CALL_S)
         label = await self._calls.ask("GetWeightVersion", self._control.get_version, CALL_S)
         generation = Generation.PAUSED if is_paused else Generation.RUNNING
-        return Observed(generation, None if label == UNLABELLED else label, asleep=self._sleeping.asleep)
+        return Observed(generation, NO_LABEL if label == UNLABELLED else label, asleep=self._sleeping.asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`. The service counts no requests. Cancel: the engine is, or becomes, paused."""

@@ -33,9 +33,12 @@ def binary(environ: Mapping[str, str]) -> str:
     """Where vllm-rs is.
 
     Raises:
-        ConfigError: nowhere.
+        ConfigError: nowhere, or not where the environment says.
     """
-    found = environ.get(BINARY_ENV) or shutil.which("vllm-rs")
+    named = environ.get(BINARY_ENV)
+    found = shutil.which(named or "vllm-rs")
+    if not found and named:
+        raise ConfigError(BINARY_ENV, named, "there is no program; name vllm-rs, or leave it out to look on the path")
     if not found:
         raise ConfigError(BINARY_ENV, "", "vllm-rs isn't on the path; it lies in vLLM's package, as vllm/vllm-rs")
     return found

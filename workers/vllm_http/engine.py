@@ -5,6 +5,7 @@ object. What that one knows of requests in flight, and its adapters, this one ha
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ from rlbus.workers.vllm_server.ranks import CALL_S
 _log = logging.getLogger("rlbus.workers")
 
 NAME = "vllm_http"
+# In the run folder: the URL of a server that an agent has worked with.
+MET = "server-met"
 # While the server isn't there yet: between two looks, and between two lines in the log.
 POLL_S = 0.5
 TELL_S = 10.0
@@ -116,12 +119,13 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
 
     async def start(self) -> None:
         """Wait until the server is healthy, and find out what it can do and how it was left. Bounded by the caller.
+        Once a server was there, whatever answers 401 or 404 in its place (an ingress) is waited out.
 
         Raises: ConfigError: wrong credentials, no RL routes, or a server that is on the bus by itself. EngineError,
             EngineDeadError. Cancel: leaves nothing.
         """
         try:
-            await until_healthy(self._client, poll_s=POLL_S, tell_s=TELL_S)
+            await until_healthy(self._client, poll_s=POLL_S, tell_s=TELL_S, is_known=self._was_met())
         except PeerError as exc:
             if exc.is_missing:
                 problem = "there is no /health: that isn't the base URL of a vLLM server"
@@ -155,6 +159,22 @@ class VllmHttpEngine(TakesLoras[RemoteLoras]):
             backends=info.backends,
             completions_url=info.completions_url,
         )
+        self._note_met()
+
+    def _was_met(self) -> bool:
+        """Whether an agent before this one, under the same supervisor, has worked with a server at this URL."""
+        if self._run_dir is None:
+            return False
+        try:
+            return Path(self._run_dir, MET).read_text() == self._peer.url
+        except (OSError, UnicodeError):
+            return False
+
+    def _note_met(self) -> None:
+        if self._run_dir is not None:
+            # Without it the next agent judges the URL anew, as the first did.
+            with contextlib.suppress(OSError):
+                Path(self._run_dir, MET).write_text(self._peer.url)
 
     def _completions_url(self) -> str:
         parts = urlsplit(self._peer.url)

@@ -13,6 +13,7 @@ from rlbus.errors import EngineDeadError, EngineError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.peer_http import PeerClient, PeerError
 from rlbus.workers.vllm_server.calls import OVERDUE_S
+from rlbus.workers.vllm_server.engine import UNLABELLED
 from rlbus.workers.vllm_server.exchange import TORN
 from rlbus.workers.vllm_server.ranks import CALL_S
 from rlbus.workers.vllm_server.updates import LOAD_S, TRANSFER_S
@@ -25,7 +26,8 @@ BEYOND_S = OVERDUE_S + 5.0
 WAIT_S = 86_400.0
 # How long the server may take to say whether its engine lives.
 HEALTH_S = 2.0
-# vLLM's answer to /health when its engine is dead.
+# vLLM's answer to /health when its engine is dead, without a word. A proxy that can't reach it has words of its
+# own, and so has vLLM while it scales. Source: vllm 0.32, serve/instrumentator/health.py.
 UNHEALTHY = 503
 
 _ROUTES = {
@@ -46,6 +48,8 @@ class RemoteLLM:
         self.vllm_config = vllm_config
         # Why the server, or its engine, is gone for good; a server that comes back is another one.
         self.death: str | None = None
+        # Whether its weights are known to have a label.
+        self._has_label = False
 
     @property
     def errored(self) -> bool:
@@ -93,12 +97,24 @@ class RemoteLLM:
     # --- weights
 
     async def get_weight_version(self) -> str:
-        """Its label. Cancel: leaves nothing."""
-        return str(self._field(await self._get("/weight_info"), "weight_version"))
+        """Its label.
+
+        Raises: EngineDeadError: it had one, and has none, so it is another server's. Without rlbus's plugin, and behind
+            something that keeps accepting connections, nothing else tells. Cancel: leaves nothing.
+        """
+        had_label = self._has_label  # an answer that is on its way speaks of the time before
+        label = str(self._field(await self._get("/weight_info"), "weight_version"))
+        if label != UNLABELLED:
+            self._has_label = True
+        elif had_label:
+            self.die(f"the server at {self._client.peer.url} was started anew: its weights have lost their label")
+            raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=str(self.death)))
+        return label
 
     async def update_weight_version(self, label: str) -> None:
         """Set it. Cancel: it may be set."""
         await self._post("/update_weight_version", body={"new_version": label})
+        self._has_label = True
 
     async def start_weight_update(self) -> None:
         """See AsyncLLM. Cancel: a session may be open."""
@@ -180,7 +196,7 @@ class RemoteLLM:
             self.die(exc.fault.message)
             raise
         except PeerError as exc:
-            if exc.status != UNHEALTHY:
+            if exc.status != UNHEALTHY or exc.problem:
                 return
             message = f"the engine behind {self._client.peer.url} is dead: its server says so"
             self.die(message)
@@ -197,10 +213,13 @@ class RemoteCallError(Exception):
     """A collective call raised inside vLLM, or nobody knows how it ended."""
 
 
-async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float) -> None:
+async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float, is_known: bool = False) -> None:
     """Wait until the server says that it is healthy, saying every `tell_s` what it waits for. Bounded by the caller.
 
-    Raises: PeerError: it refuses our credentials, or has no such route. Cancel: leaves nothing.
+    Args:
+        is_known: it was there before, so whatever else answers stands in its place while it is away.
+
+    Raises: PeerError: it refuses our credentials, or has no such route, and isn't known. Cancel: leaves nothing.
     """
     loop = asyncio.get_running_loop()
     told_s: float | None = None
@@ -209,7 +228,7 @@ async def until_healthy(client: PeerClient, *, poll_s: float, tell_s: float) -> 
             await client.text("GET", "/health", limit_s=HEALTH_S)
             return
         except EngineError as exc:
-            if isinstance(exc, PeerError) and (exc.is_denied or exc.is_missing):
+            if not is_known and isinstance(exc, PeerError) and (exc.is_denied or exc.is_missing):
                 raise
             if told_s is None or loop.time() - told_s >= tell_s:
                 told_s = loop.time()

@@ -25,14 +25,14 @@ from rlbus.schemas import (
     SleepTag,
     Version,
 )
-from rlbus.workers.engines.base import EngineInfo, Observed
+from rlbus.workers.engines.base import NO_LABEL, EngineInfo, Observed
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, in_order
 from rlbus.workers.vllm_server.adapters import TakesLoras
 from rlbus.workers.vllm_server.calls import CHECKSUM_S, EngineCalls
 from rlbus.workers.vllm_server.checksums import checksums_data
 from rlbus.workers.vllm_server.draft import expected_draft, expected_from
-from rlbus.workers.vllm_server.exchange import TORN, Exchange
+from rlbus.workers.vllm_server.exchange import Exchange
 from rlbus.workers.vllm_server.guards import Guards, is_named
 from rlbus.workers.vllm_server.loras import VllmLoras, capacity_of, parent_of
 from rlbus.workers.vllm_server.model import expected_tensors
@@ -166,8 +166,8 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
         )
 
     async def take_over(self) -> Left:
-        """After `start`, of a server that ran before: leave its group, close its open update. What its weights may be;
-        and if its draft model can be updated, that route is listed from here on.
+        """After `start`, of a server that ran before: leave its group, close its open update. What its ranks say
+        of its weights; and if its draft model can be updated, that route is listed from here on.
 
         Raises: EngineError, EngineDeadError. Cancel: called again, it finishes.
         """
@@ -176,8 +176,7 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
             self._draft = await asyncio.to_thread(expected_from, left.draft)
         if self._draft is not None:
             self._info = replace(self.info, routes=self.info.routes | {DRAFT_ROUTE})
-        label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
-        return replace(left, is_torn=left.is_torn or label == TORN)
+        return left
 
     async def _left(self) -> Left:
         """What the ranks say. They are asked even if no update can be checked: the draft may be torn all the same, and
@@ -243,7 +242,7 @@ class VllmEngine(UpdatingEngine, TakesLoras[VllmLoras]):
         label = await self._calls.ask("get_weight_version", self._llm.get_weight_version, CALL_S)
         asleep = await self._sleeping.asleep()
         generation = Generation.PAUSED if is_paused or asleep else Generation.RUNNING
-        return Observed(generation, None if label == UNLABELLED else label, self._num_requests(), asleep)
+        return Observed(generation, NO_LABEL if label == UNLABELLED else label, self._num_requests(), asleep)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PausedData:
         """See `Engine`. A wait takes as long as the requests do, and is bounded by the caller.

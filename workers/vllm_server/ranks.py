@@ -48,9 +48,14 @@ class Left:
         return f"torn ({' and '.join(parts)})" if parts else "whole"
 
     def found(self, label: str | None, *, is_paused: bool, has_draft: bool) -> Found:
-        """For the agent. `has_draft`: the draft model is one that it may update."""
+        """For the agent.
+
+        Args:
+            label: the engine's of its target, as in `Observed`. TORN tells of a reload, which no rank knows of.
+            has_draft: the draft model is one that the agent may update.
+        """
         draft_label = None if self.draft is None or not has_draft else self.draft.label
-        return Found(label, is_paused, self.is_torn, draft_label, self.is_draft_torn)
+        return Found(label or None, is_paused, self.is_torn or label == TORN, draft_label, self.is_draft_torn)
 
 
 def left_of(said: Sequence[RankOutcome]) -> Left:

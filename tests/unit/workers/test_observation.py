@@ -14,7 +14,7 @@ from rlbus.schemas import (
     WeightsView,
 )
 from rlbus.testing import run
-from rlbus.workers.engines.base import Observed
+from rlbus.workers.engines.base import NO_LABEL, Observed
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.fake_script import FakeScript, Step, failing
 from rlbus.workers.observation import NO_ANSWER, Observer, drift
@@ -55,6 +55,13 @@ def state(pause: PauseView | None = None, weights: WeightsView | None = None, bo
         (state(None, HAS_V1), Observed(Generation.RUNNING, "0.1"), None),
         (state(None, HAS_V1), Observed(Generation.RUNNING, None), None),
         (state(), Observed(Generation.RUNNING, "default"), None),
+        (state(), Observed(Generation.RUNNING, NO_LABEL), None),
+        (
+            state(None, HAS_V1),
+            Observed(Generation.RUNNING, NO_LABEL),
+            "committed version 0.1, but the engine has no label",
+        ),
+        (state(None, HAS_V1, FlushCache()), Observed(Generation.RUNNING, NO_LABEL), None),
         (
             state(None, HAS_V1),
             Observed(Generation.RUNNING, "0.2"),

@@ -3,7 +3,9 @@
 import asyncio
 import gzip
 import pickle
+import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -118,11 +120,21 @@ def test_ipv6_in_brackets_and_a_path_are_kept() -> None:
     assert Peer.of("https://h").port == 443
 
 
-@pytest.mark.parametrize("headers", [{"a b": "x"}, {"": "x"}, {"a": "x\ny"}, {"a:": "x"}, {"a": "ü"}])
+@pytest.mark.parametrize(
+    "headers",
+    [{"a b": "x"}, {"": "x"}, {"a": "x\ny"}, {"a:": "x"}, {"a": "ü"}, {"a@b": "x"}, {"a": " x"}, {"a": "x "}],
+)
 def test_header_that_cannot_be_sent_is_refused(headers: dict[str, str]) -> None:
     """Without its value, which may be a secret."""
     with pytest.raises(ConfigError, match="header"):
         Peer.of("http://h:1", headers=headers)
+
+
+def test_key_that_cannot_be_sent_is_refused() -> None:
+    """As a header's value, which it becomes."""
+    with pytest.raises(ConfigError, match="API key") as caught:
+        Peer.of("http://h:1", api_key="sesame\n")
+    assert "sesame" not in str(caught.value)
 
 
 def test_refused_credentials_are_told_as_such_and_not_shown() -> None:
@@ -163,6 +175,15 @@ def test_failure_has_status_url_and_words_as_data() -> None:
     assert error.fault.detail["call"] == "GET /x"
     assert "vLLM: GET http://engine:8000/x answered 500: start it first" in str(error)
     assert fails(lambda r: httpx.Response(404)).is_missing
+
+
+@pytest.mark.parametrize(
+    ("status", "retryable"),
+    [(429, True), (502, True), (503, True), (504, True), (400, False), (404, False), (500, False)],
+)
+def test_what_passes_by_itself_may_be_tried_again(status: int, retryable: bool) -> None:
+    """A proxy whose server is away for a moment, or somebody who is asked too much."""
+    assert fails(lambda r: httpx.Response(status)).fault.retryable is retryable
 
 
 def test_redirect_is_not_followed() -> None:
@@ -238,6 +259,72 @@ def test_refused_connection_is_a_death_and_a_lost_one_only_if_nobody_listens() -
             with pytest.raises(EngineDeadError) as dead:
                 await client.get("/x", limit_s=5.0)
             assert dead.value.code is FaultCode.ENGINE_DEAD
+        finally:
+            await client.aclose()
+            server.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the name "engine.test" these addresses."""
+    resolve = socket.getaddrinfo
+
+    def patch(*addresses: str) -> None:
+        def found(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+            if host not in ("engine.test", b"engine.test"):
+                return resolve(host, port, *args, **kwargs)
+            families = [socket.AF_INET6 if ":" in one else socket.AF_INET for one in addresses]
+            return [
+                (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (one, int(port)))
+                for family, one in zip(families, addresses, strict=True)
+            ]
+
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+
+    return patch
+
+
+def free_port() -> int:
+    """At which nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1"), ("127.0.0.1",)])
+def test_server_with_several_addresses_is_gone_when_one_refuses_and_none_accepts(
+    addresses: tuple[str, ...], resolved: Callable[..., None]
+) -> None:
+    """As "localhost" has two on most machines, one of which may not be there at all."""
+    resolved(*addresses)
+
+    async def main() -> None:
+        client = PeerClient(Peer.of(f"http://engine.test:{free_port()}"))
+        try:
+            with pytest.raises(EngineDeadError, match="nobody listens"):
+                await client.get("/x", limit_s=5.0)
+        finally:
+            await client.aclose()
+
+    asyncio.run(main())
+
+
+def test_server_that_still_accepts_at_one_of_its_addresses_is_not_gone(resolved: Callable[..., None]) -> None:
+    """Whatever the other ones say."""
+    resolved("127.0.0.1", "127.0.0.2")
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(hang_up, "127.0.0.2", 0)
+        client = PeerClient(Peer.of(f"http://engine.test:{server.sockets[0].getsockname()[1]}"))
+        try:
+            with pytest.raises(PeerError, match="broke off"):
+                await client.get("/x", limit_s=5.0)
         finally:
             await client.aclose()
             server.close()

@@ -13,6 +13,7 @@ from rlbus.bus import Bus
 from rlbus.errors import ConfigError
 from rlbus.schemas import Announcement, Goodbye, WeightsState, WorkerMessage
 from rlbus.testing import LoopClock, MemoryBroker, run, sequential_ids
+from rlbus.workers.adoption import FOUND_LEASE_S
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.dynamo import adoption as adoption_module
 from rlbus.workers.dynamo.adoption import MAX_LIST_S, Adopting, Adoption, Discovery, Source, StaticUrl
@@ -246,6 +247,29 @@ def test_an_answer_that_is_none_lets_nobody_go(listing: Any, tmp_path: Path) -> 
         assert stage.goodbyes == []
 
     play(two_workers(), tmp_path, act)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_front_end_that_lists_nobody_ends_no_work(tmp_path: Path, is_silent: bool) -> None:
+    """Some seconds after its own restart. Unless the worker's process doesn't answer either."""
+    dynamo = two_workers()
+    # Found in the middle of somebody's update, whose pause holds for FOUND_LEASE_S.
+    dynamo.workers[ONE].is_paused, dynamo.workers[ONE].label = True, "0.7"
+
+    async def act(stage: Stage) -> None:
+        loop = asyncio.get_running_loop()
+        await stage.until(lambda: len(stage.there) == 2)
+        began_s = loop.time()
+        stage.lists()
+        if is_silent:
+            stage.dynamo.workers[ONE].late_s = 1000.0
+        await stage.until(lambda: len(stage.goodbyes) == 1)
+        await stage.until(lambda: len(stage.goodbyes) == 2)
+        assert {bye.reason for bye in stage.goodbyes} == {"Dynamo doesn't list it any more"}
+        assert [bye.instance_id for bye in stage.goodbyes][1] == "1"
+        assert (loop.time() - began_s < FOUND_LEASE_S) is is_silent
+
+    play(dynamo, tmp_path, act)
 
 
 def test_static_urls_are_adopted_under_the_names_that_the_workers_say(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rlbus.schemas import FaultCode, Generation, PauseMode
 from rlbus.workers.dynamo.engine import DynamoEngine
 from rlbus.workers.dynamo.listing import Listed
 from rlbus.workers.dynamo.surface import ROUTES, Began
+from rlbus.workers.engines.base import NO_LABEL
 from rlbus.workers.engines.found import Found
 from rlbus.workers.engines.native import NATIVE_ROUTES
 from rlbus.workers.vllm_server.exchange import TORN, RankDraft
@@ -129,6 +130,22 @@ def test_how_the_worker_was_found_is_told(tmp_path: Path) -> None:
     assert not worker.is_open
 
 
+@pytest.mark.parametrize("is_paused", [True, False])
+@pytest.mark.parametrize("has_transfer", [True, False])
+def test_worker_whose_label_says_torn_is_found_torn_whatever_its_ranks_say(
+    tmp_path: Path, has_transfer: bool, is_paused: bool
+) -> None:
+    """A reload from disk that was cut off has no ranks that know of it: only the label tells."""
+    worker = FakeWorker(is_paused=is_paused, label=TORN, has_transfer=has_transfer)
+    found: list[Found] = []
+
+    async def check(engine: DynamoEngine) -> None:
+        found.append(engine.found)
+
+    on_engine(worker, tmp_path, check)
+    assert found == [Found(TORN, is_paused=is_paused, is_torn=True)]
+
+
 def test_torn_draft_is_told_though_no_update_of_drafts_goes_through_dynamo(tmp_path: Path) -> None:
     """Its ranks say so: nothing may be generated with it."""
     draft = RankDraft(method="draft_model", model="d", label=TORN)
@@ -150,7 +167,7 @@ def test_it_says_what_dynamo_says_and_not_what_was_commanded(tmp_path: Path) -> 
 
     async def check(engine: DynamoEngine) -> None:
         observed = await engine.observe()
-        assert (observed.generation, observed.weight_version) == (Generation.RUNNING, None)
+        assert (observed.generation, observed.weight_version) == (Generation.RUNNING, NO_LABEL)
         worker.is_paused, worker.label = True, "7"
         observed = await engine.observe()
         assert (observed.generation, observed.weight_version) == (Generation.PAUSED, "7")

@@ -31,10 +31,13 @@ class Story:
         self.roster = Roster()
         self.now_s = 0.0
 
-    def lists(self, *workers: Listed, left_out: tuple[LeftOut, ...] = (), source: str = "front") -> list[Action]:
+    def lists(
+        self, *workers: Listed, left_out: tuple[LeftOut, ...] = (), source: str = "front", busy: tuple[str, ...] = ()
+    ) -> list[Action]:
         """A source's list arrives."""
         self.now_s += 1.0
-        self.roster, actions = decide(self.roster, Answered(source, Answer(workers, left_out), self.now_s))
+        answered = Answered(source, Answer(workers, left_out), self.now_s, frozenset(busy))
+        self.roster, actions = decide(self.roster, answered)
         return list(actions)
 
     def ends(self, worker: Listed) -> None:
@@ -85,6 +88,29 @@ def test_an_adopted_worker_whose_probe_fails_stays_adopted() -> None:
     sick = LeftOut(ONE.who, "Dynamo says: no answer", is_known=True)
     for _ in range(10):
         assert story.lists(left_out=(sick,)) == []
+
+
+def test_a_busy_worker_is_let_go_by_no_list() -> None:
+    """SCENARIOS 21: a front end that has just begun anew lists nobody; as soon as the work is done its list counts."""
+    story = Story()
+    story.lists(ONE, TWO)
+    assert story.lists(busy=(ONE.who,)) == []
+    assert story.lists(busy=(ONE.who,)) == [LetGo(TWO.who, "Dynamo doesn't list it any more")]
+    for _ in range(10):
+        assert story.lists(busy=(ONE.who,)) == []
+    for _ in range(MISSES - 1):
+        assert story.lists() == []
+    assert story.lists() == [LetGo(ONE.who, "Dynamo doesn't list it any more")]
+
+
+def test_a_changed_descriptor_of_a_busy_worker_waits_for_the_end_of_its_work() -> None:
+    """A front end that has just begun anew may not know all of it yet."""
+    story = Story()
+    story.lists(ONE)
+    changed = listed(world_size=2)
+    for _ in range(3):
+        assert story.lists(changed, busy=(ONE.who,)) == []
+    assert story.lists(changed) == [LetGo(ONE.who, "its descriptor has changed")]
 
 
 def test_who_ended_by_itself_is_tried_again_with_growing_bounded_pauses() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlbus.errors import EngineError, FaultError
+from rlbus.errors import EngineDeadError, EngineError, FaultError
 from rlbus.schemas import FaultCode, TensorSpec, Version
 from rlbus.testing import run
 from rlbus.workers.dynamo.engine import DynamoEngine
@@ -90,6 +90,20 @@ def test_worker_is_not_adopted_for_less_than_it_can_because_the_disk_is_full(tmp
         patch.setattr(Exchange, "open", full)
         with pytest.raises(FolderError):
             on_engine(FakeWorker(), tmp_path, check)
+
+
+def test_worker_whose_label_is_gone_is_another_process(tmp_path: Path) -> None:
+    """Also where it doesn't say for how long it runs."""
+    worker = FakeWorker(label="0.7")
+
+    async def check(engine: DynamoEngine) -> None:
+        await engine.observe()
+        worker.label = None
+        with pytest.raises(EngineDeadError, match="restarted"):
+            await engine.observe()
+        assert engine.is_gone
+
+    on_engine(worker, tmp_path, check)
 
 
 def test_weights_can_be_named_without_loading_any(tmp_path: Path) -> None:

@@ -99,6 +99,10 @@ def test_only_the_first_dashes_divide() -> None:
 def test_missing_binary_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With where it lies."""
     monkeypatch.setenv("PATH", "")
-    assert binary({"VLLM_RUST_FRONTEND_PATH": "/x"}) == "/x"
+    assert binary({"VLLM_RUST_FRONTEND_PATH": sys.executable}) == sys.executable
+    for wrong in ("/no/such/program", __file__, "/"):
+        with pytest.raises(ConfigError) as caught:
+            binary({"VLLM_RUST_FRONTEND_PATH": wrong})
+        assert (caught.value.name, caught.value.value) == ("VLLM_RUST_FRONTEND_PATH", wrong)
     with pytest.raises(ConfigError, match="vllm/vllm-rs"):
         binary({})

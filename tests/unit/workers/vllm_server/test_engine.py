@@ -10,6 +10,7 @@ import pytest
 from rlbus.errors import EngineDeadError, EngineError, FaultError
 from rlbus.schemas import FaultCode, Generation, PauseMode, TensorSpec, TensorSum
 from rlbus.testing import run
+from rlbus.workers.engines.base import NO_LABEL
 from rlbus.workers.vllm_server import engine as engine_module
 from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, expect
 from rlbus.workers.vllm_server.engine import VllmEngine
@@ -179,12 +180,12 @@ def test_abort_finds_requests_by_their_outer_names(
 
 
 def test_observe_asks_the_engine(tmp_path: Path) -> None:
-    """vLLM's name for weights that nobody labelled is none."""
+    """vLLM's name for weights that nobody labelled is no label."""
     llm = FakeLLM()
 
     async def check(engine: VllmEngine) -> None:
         seen = await engine.observe()
-        assert (seen.generation, seen.weight_version, seen.num_running) == (Generation.RUNNING, None, 0)
+        assert (seen.generation, seen.weight_version, seen.num_running) == (Generation.RUNNING, NO_LABEL, 0)
         llm.paused, llm.label = True, "0.3"
         seen = await engine.observe()
         assert (seen.generation, seen.weight_version) == (Generation.PAUSED, "0.3")
