@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlbus.errors import ConfigError
 from rlbus.schemas import TensorSpec
@@ -18,10 +19,11 @@ def weight_source(weights: Any, *, keep_tied: bool = False) -> WeightSource:
     """Make a source of a module, a state dict, or a re-iterable of (name, tensor); a WeightSource passes unchanged.
 
     Module: its `state_dict()`, read anew each time, so parameters and persistent buffers. Tied weights of a module or
-    state dict (two names for the very same memory, shape and strides) are sent once, under the first name, as
-    checkpoints have them, unless `keep_tied`. DTensors (FSDP2, tensor parallel) are announced with their full shape,
-    and gathered one at a time as they are read: that is a collective, so every rank has to read the source, in the
-    same order, once for each `update_weights` of rank 0 (`for _ in source: pass`), and holds one full tensor meanwhile.
+    state dict (two names for the very same storage, place in it, shape and strides) are sent once, under the first
+    name, as checkpoints have them, unless `keep_tied`; what a mapping makes as it is read is tied to nothing. DTensors
+    (FSDP2, tensor parallel) are announced with their full shape, and gathered one at a time as they are read: that is a
+    collective, so every rank has to read the source, in the same order, once for each `update_weights` of rank 0
+    (`for _ in source: pass`), and holds one full tensor meanwhile.
 
     Args:
         weights: a re-iterable starts anew whenever it is iterated (a list, or an object with `__iter__`); a generator
@@ -69,14 +71,16 @@ class _MappingSource:
         return self._weights
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        seen: set[tuple[object, ...]] = set()
+        # With what keeps a storage's identity from being given to another one; its memory may go.
+        seen: dict[tuple[object, ...], StorageWeakRef] = {}
         for name, value in self._named().items():
             tensor = _checked(name, value)
-            memory = _memory(tensor)
-            if memory in seen and not self._keep_tied:
-                continue
-            if memory is not None:
-                seen.add(memory)
+            if not self._keep_tied and (local := _local(tensor)).numel() > 0:
+                storage = StorageWeakRef(local.untyped_storage())
+                memory = _memory(tensor, local, storage)
+                if memory in seen:
+                    continue
+                seen[memory] = storage
             yield name, tensor
 
 
@@ -155,10 +159,14 @@ def _is_gathered(tensor: Tensor) -> bool:
     return _is_distributed(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...] | None:
-    """What tells that two tensors are one: None for those without memory of their own (empty ones)."""
-    local: Tensor = tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
-    if local.numel() == 0:
-        return None
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def _memory(tensor: Tensor, local: Tensor, storage: StorageWeakRef) -> tuple[object, ...]:
+    """What tells that two tensors are one. Not their address alone: a tensor that is made as it is read often gets
+    that of one before it, which is gone by then.
+    """
     # dtype and conjugation count: a view as another dtype has other bytes or another meaning.
-    return (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype, local.device, local.is_conj())
+    place = (storage.cdata, local.data_ptr(), local.stride())
+    return (*place, tuple(tensor.shape), local.dtype, local.device, local.is_conj())
