@@ -60,7 +60,7 @@ class Session:
                 for the next update. "memory": a copy in this process, sent again over the group (one model of host
                 memory, two while an update is sent). "disk": a safetensors folder in `snapshot_dir`, which the workers
                 read by themselves, also when this process is gone; complete when `update_weights` returns, which waits
-                for the disk after the engines have gone on.
+                for the disk after the engines have gone on, 30 s at most. A disk that hangs costs the snapshot alone.
             snapshot_dir: for "disk"; below a weight root of every worker. Two versions' worth of space.
 
         Raises:
