@@ -241,8 +241,10 @@ def to_spare(kept: Sequence[Version], committed: Version | None) -> Version | No
     return committed if committed in kept else next(reversed(kept), None)
 
 
-def open_snapshots(kind: SnapshotKind | str, folder: Path | str | None) -> Snapshots:
+def open_snapshots(kind: SnapshotKind | str, folder: Path | str | None, namespace: str) -> Snapshots:
     """What a user asked for: "none", "memory", or "disk" with a folder.
+
+    There is one trainer per namespace, and versions are its own: in the folder each namespace has one of its name.
 
     Raises: ConfigError: another word, a folder without "disk" or the reverse, or torch isn't installed.
     """
@@ -260,5 +262,5 @@ def open_snapshots(kind: SnapshotKind | str, folder: Path | str | None) -> Snaps
         raise ConfigError("snapshot", kind.value, f'needs torch: pip install "rlbus[torch]" ({exc})') from exc
     if folder is None:
         return Snapshots(kind, lambda _, specs: MemoryRecording(specs))
-    where = SnapshotFolder(Path(folder).absolute())
+    where = SnapshotFolder(Path(folder).absolute() / namespace)
     return Snapshots(kind, where.recording, where.path, where.tidy, lambda: where.is_stuck)

@@ -61,14 +61,15 @@ class Session:
                 memory, two while an update is sent). "disk": a safetensors folder in `snapshot_dir`, which the workers
                 read by themselves, also when this process is gone; complete when `update_weights` returns, which waits
                 for the disk after the engines have gone on, 30 s at most. A disk that hangs costs the snapshot alone.
-            snapshot_dir: for "disk"; below a weight root of every worker. Two versions' worth of space.
+            snapshot_dir: for "disk"; below a weight root of every worker. Two versions' worth of space. Snapshots are
+                in a folder of the namespace's name there: namespaces of one bus may share it, several buses not.
 
         Raises:
             ClosedError: after the session. ConfigError: torch isn't installed, or the snapshot makes no sense.
         """
         if self._is_closed:
             raise ClosedError("session")
-        snapshots = open_snapshots(snapshot, snapshot_dir)
+        snapshots = open_snapshots(snapshot, snapshot_dir, self.namespace)
         if plane is None:
             plane = _torch_plane(backend, self._host if host is None else host)
         caller = default_caller("trainer") if self._caller is None else self._caller

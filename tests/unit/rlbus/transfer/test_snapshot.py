@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlbus._snapshots import open_snapshots
+from rlbus._snapshots import Snapshots, open_snapshots
 from rlbus.controller.testing import request_of
 from rlbus.errors import TransferError
 from rlbus.schemas import OpStatus, SnapshotKind, SnapshotOffer, TensorSpec, TensorSum, Version
@@ -111,14 +111,14 @@ def test_no_disk_is_waited_for_between_two_broadcasts(tmp_path: Path, monkeypatc
         synced.append(len(wire.rows))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    snapshots = open_snapshots("disk", tmp_path)
+    snapshots = open_snapshots("disk", tmp_path, "ns")
     request = request_of(version=V1)
     source = snapshots.record(request, weight_source(TENSORS), SPECS)
     send(wire, source, SPECS, 64, lambda _done, _total: None, stream_id="op")
-    assert (synced, (tmp_path / "0.1").exists()) == ([], False)
+    assert (synced, (tmp_path / "ns" / "0.1").exists()) == ([], False)
     asyncio.run(snapshots.settle(request, source, SPECS, OpStatus.OK))
     assert synced == [len(wire.rows)]
-    assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
+    assert sums_digest(folder_sums(tmp_path / "ns" / "0.1")) == sums_digest(sums())
 
 
 class FullDisk(io.RawIOBase):
@@ -140,13 +140,13 @@ def test_a_full_disk_costs_the_snapshot_and_not_the_update(
     weights = {f"layer{i}": torch.full((1024,), float(i)) for i in range(4)}
     specs = weight_source(weights).specs()
     monkeypatch.setattr(Path, "open", lambda *_: io.BufferedWriter(FullDisk()))
-    snapshots = open_snapshots("disk", tmp_path)
+    snapshots = open_snapshots("disk", tmp_path, "ns")
     request = request_of(version=V1)
     source = snapshots.record(request, weight_source(weights), specs)
     sent = send(Wire(), source, specs, 4096, lambda _done, _total: None, stream_id="op")
     assert [each.name for each in sent.sums] == list(weights)
     asyncio.run(snapshots.settle(request, source, specs, OpStatus.OK))
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "ns").iterdir()) == []
     assert "no snapshot is kept of this version: OSError: [Errno 28] No space left on device" in caplog.text
 
 
@@ -192,7 +192,7 @@ def test_a_disk_that_hangs_costs_the_snapshot_and_no_update(
     weights = {f"layer{i}": torch.full((1024,), float(i)) for i in range(8)}
     specs = weight_source(weights).specs()
     hung = HungFile()
-    snapshots = open_snapshots("disk", tmp_path)
+    snapshots = open_snapshots("disk", tmp_path, "ns")
 
     def update(step: int) -> SnapshotOffer:
         request = request_of(version=Version(step=step))
@@ -211,9 +211,9 @@ def test_a_disk_that_hangs_costs_the_snapshot_and_no_update(
     hung.heal()
     assert snapshots._new_recording is not None
     written(snapshots._new_recording(V1, specs))  # type: ignore[arg-type]
-    assert (hung.num_written, list(tmp_path.iterdir())) == (1, [])
-    assert update(4).path == str(tmp_path / "0.4")
-    assert [path.name for path in tmp_path.iterdir()] == ["0.4"]
+    assert (hung.num_written, list((tmp_path / "ns").iterdir())) == (1, [])
+    assert update(4).path == str(tmp_path / "ns" / "0.4")
+    assert [path.name for path in (tmp_path / "ns").iterdir()] == ["0.4"]
 
 
 def test_a_folder_that_is_not_complete_never_has_its_name(tmp_path: Path) -> None:
@@ -239,6 +239,26 @@ def test_a_send_that_begins_again_writes_the_folder_anew(tmp_path: Path) -> None
     record(second)
     second.finish()
     assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
+
+
+def test_trainers_of_several_namespaces_share_a_folder_and_a_restarted_one_cleans_its_own(tmp_path: Path) -> None:
+    """The versions of one say nothing of another's; what a process before left is gone after the next commit."""
+
+    def update(snapshots: Snapshots, step: int) -> Path:
+        request = request_of(version=Version(step=step))
+        offer = snapshots.offer(request.version, None)
+        source = snapshots.record(request, weight_source(TENSORS), SPECS)
+        list(source)
+        asyncio.run(snapshots.settle(request, source, SPECS, OpStatus.OK))
+        assert offer.path is not None
+        return Path(offer.path)
+
+    first = update(open_snapshots("disk", tmp_path, "policy"), 5)
+    other = open_snapshots("disk", tmp_path, "reward")
+    newest = [update(other, step) for step in (5, 7)][-1]
+    assert [sums_digest(folder_sums(path)) for path in (first, newest)] == [sums_digest(sums())] * 2
+    again = update(open_snapshots("disk", tmp_path, "policy"), 6)
+    assert sorted(path for path in tmp_path.rglob("*.*") if path.is_dir()) == [again, newest]
 
 
 def test_only_what_recordings_left_is_removed(tmp_path: Path) -> None:
