@@ -55,17 +55,17 @@ class _MappingSource:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and full shapes; nothing is gathered."""
-        return tuple(_spec(name, tensor) for name, tensor in self._tensors())
+        return tuple(spec_of(name, tensor) for name, tensor in self._tensors())
 
     @property
     def is_shared(self) -> bool:
         """Whether other ranks have to read it with us (`rlbus.transfer.one_pass`)."""
-        return any(_is_gathered(tensor) for _, tensor in self._tensors())
+        return any(is_gathered(tensor) for _, tensor in self._tensors())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor)."""
         for name, tensor in self._tensors():
-            yield name, _whole(tensor)
+            yield name, whole(tensor)
 
     def _named(self) -> Mapping[str, Any]:
         return self._weights
@@ -74,7 +74,7 @@ class _MappingSource:
         # With what keeps a storage's identity from being given to another one; its memory may go.
         seen: dict[tuple[object, ...], StorageWeakRef] = {}
         for name, value in self._named().items():
-            tensor = _checked(name, value)
+            tensor = checked(name, value)
             if not self._keep_tied and (local := _local(tensor)).numel() > 0:
                 storage = StorageWeakRef(local.untyped_storage())
                 memory = _memory(tensor, local, storage)
@@ -106,9 +106,9 @@ class _PairsSource:
         """Names, dtypes and full shapes, by reading all pairs once."""
         specs, is_shared = [], False
         for name, value in self._pairs:
-            tensor = _checked(name, value)
-            specs.append(_spec(name, tensor))
-            is_shared = is_shared or _is_gathered(tensor)
+            tensor = checked(name, value)
+            specs.append(spec_of(name, tensor))
+            is_shared = is_shared or is_gathered(tensor)
         self._is_shared = is_shared
         return tuple(specs)
 
@@ -122,10 +122,11 @@ class _PairsSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor)."""
         for name, value in self._pairs:
-            yield name, _whole(_checked(name, value))
+            yield name, whole(checked(name, value))
 
 
-def _checked(name: Any, value: Any) -> Tensor:
+def checked(name: Any, value: Any) -> Tensor:
+    """`value`, if it is a tensor that can be read. Raises: ConfigError: why not, with its name."""
     if not isinstance(name, str):
         raise ConfigError("weights", repr(name)[:80], "names of tensors are text")
     if not isinstance(value, Tensor):
@@ -139,11 +140,13 @@ def _checked(name: Any, value: Any) -> Tensor:
     return value
 
 
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """How it is announced."""
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All of it: a DTensor is gathered, by a collective if several ranks have it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
@@ -154,7 +157,7 @@ def _is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _is_gathered(tensor: Tensor) -> bool:
+def is_gathered(tensor: Tensor) -> bool:
     """Whether reading it takes a collective. One rank has all there is."""
     return _is_distributed(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
