@@ -80,7 +80,12 @@ def op_name(request: ControlRequest) -> str:
 
 
 def check_finite(name: str, number: object) -> None:
-    """Raises: ConfigError: nan or infinity. JSON has neither: it would arrive as null, which means something else."""
+    """Raises: ConfigError: nan or infinity. JSON has neither: it would arrive as null, which means something else. Or a
+    field of seconds that has none: the controller could not read the message, and nobody would be told why.
+    """
+    is_left_out = number is None and name == "lease_s"  # a hold
+    if name.endswith("_s") and not is_left_out and (isinstance(number, bool) or not isinstance(number, int | float)):
+        raise ConfigError(name, number, "use a number of seconds")
     if isinstance(number, float) and not math.isfinite(number):
         raise ConfigError(name, number, "use a number of seconds that ends")
 

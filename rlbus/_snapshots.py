@@ -1,9 +1,9 @@
 """What a trainer keeps of the versions that it sent, so that a worker that comes back can be given them again.
 
 A snapshot is recorded while its tensors are sent, tensor by tensor from the very same source, and completed when the
-update has ended: a disk is waited for while no engine stands still for us. Invariants: the last version that was
-committed is kept, and beside it at most one, which may have been committed or is being recorded; a snapshot that can't
-be kept (no memory, a full disk), completed or removed costs the snapshot, never the update.
+update has ended: a disk is waited for while no engine stands still for us, and one that hangs isn't. Invariants: the
+last version that was committed is kept, and beside it at most one, which may have been committed or is being recorded;
+a snapshot that can't be kept (no memory, a full disk), completed or removed costs the snapshot, never the update.
 """
 
 import asyncio
@@ -20,14 +20,16 @@ from rlbus.transfer.plane import WeightSource
 
 _log = logging.getLogger("rlbus.trainer")
 
-# How long a snapshot may take to be completed when nobody knows how its update ended: whoever asked for it has left.
+# How long an update waits for its snapshot to be completed; beyond it that goes on behind the caller's back.
+SETTLE_LIMIT_S = 30.0
+# The same when nobody knows how the update ended: whoever asked for it has left.
 LEFT_LIMIT_S = 5.0
 
 
 class Recording(Protocol):
     """Takes the tensors of one version, in the order of its specs: in the thread that sends, while others wait for it.
 
-    `finish` and `discard` may wait for a disk, in a thread of their own.
+    Only `finish` waits for a disk, in a thread of its own.
     """
 
     def begin(self) -> None:
@@ -136,7 +138,8 @@ class Recorded:
 
 class Snapshots:
     """The snapshots of one trainer. `new_recording` makes one for a version and its specs; `folder` is where they lie,
-    if not in memory; `tidy` removes there what processes before this one left, except some versions.
+    if not in memory; `tidy` removes there what processes before this one left, except some versions; `is_stuck` says
+    that its disk hangs.
     """
 
     def __init__(
@@ -145,8 +148,10 @@ class Snapshots:
         new_recording: Callable[[Version, Sequence[TensorSpec]], Recording] | None = None,
         folder: Path | None = None,
         tidy: Callable[[Collection[Version]], None] | None = None,
+        is_stuck: Callable[[], bool] = lambda: False,
     ) -> None:
         self.kind = kind
+        self._is_stuck = is_stuck
         self._tidy = tidy
         self._new_recording = new_recording
         self._folder = folder
@@ -158,7 +163,9 @@ class Snapshots:
         self._last: Snapshot | None = None
 
     def offer(self, version: Version, inbox: str | None) -> SnapshotOffer:
-        """What an update to `version` says of it."""
+        """What an update to `version` says of it: nothing, if it can't be recorded as it is."""
+        if self._is_stuck():
+            return SnapshotOffer()
         path = None if self._folder is None else str(self._folder / str(version))
         return SnapshotOffer(kind=self.kind, inbox=inbox if self.kind is SnapshotKind.MEMORY else None, path=path)
 
@@ -176,7 +183,7 @@ class Snapshots:
         self, request: UpdateWeights, source: WeightSource, specs: tuple[TensorSpec, ...], status: OpStatus | None
     ) -> None:
         """The update has ended so (None: nobody knows); `source` is what was sent. Complete and keep it, and forget
-        what it ends. Takes as long as the disk does; LEFT_LIMIT_S at most if nobody knows.
+        what it ends. Takes as long as the disk does, at most SETTLE_LIMIT_S; LEFT_LIMIT_S if nobody knows.
 
         Cancel: it is completed, and what is to be forgotten is, in a thread.
         """
@@ -186,7 +193,7 @@ class Snapshots:
         ended = self._note(Kept(request, specs, source.snapshot), is_committed)
         # Not to_thread: a cancelled one that waits for a thread is dropped.
         ending = asyncio.get_running_loop().run_in_executor(None, self._end, source.snapshot, ended, is_committed)
-        await asyncio.wait({ending}, timeout=LEFT_LIMIT_S if status is None else None)
+        await asyncio.wait({ending}, timeout=LEFT_LIMIT_S if status is None else SETTLE_LIMIT_S)
         if ending.done():
             ending.result()
         else:
@@ -234,8 +241,10 @@ def to_spare(kept: Sequence[Version], committed: Version | None) -> Version | No
     return committed if committed in kept else next(reversed(kept), None)
 
 
-def open_snapshots(kind: SnapshotKind | str, folder: Path | str | None) -> Snapshots:
+def open_snapshots(kind: SnapshotKind | str, folder: Path | str | None, namespace: str) -> Snapshots:
     """What a user asked for: "none", "memory", or "disk" with a folder.
+
+    There is one trainer per namespace, and versions are its own: in the folder each namespace has one of its name.
 
     Raises: ConfigError: another word, a folder without "disk" or the reverse, or torch isn't installed.
     """
@@ -248,12 +257,10 @@ def open_snapshots(kind: SnapshotKind | str, folder: Path | str | None) -> Snaps
     if kind is SnapshotKind.NONE:
         return Snapshots()
     try:
-        from rlbus.transfer.snapshot import DiskRecording, MemoryRecording, remove_others
+        from rlbus.transfer.snapshot import MemoryRecording, SnapshotFolder
     except ImportError as exc:
         raise ConfigError("snapshot", kind.value, f'needs torch: pip install "rlbus[torch]" ({exc})') from exc
     if folder is None:
         return Snapshots(kind, lambda _, specs: MemoryRecording(specs))
-    where = Path(folder).absolute()
-    return Snapshots(
-        kind, lambda version, specs: DiskRecording(where, version, specs), where, partial(remove_others, where)
-    )
+    where = SnapshotFolder(Path(folder).absolute() / namespace)
+    return Snapshots(kind, where.recording, where.path, where.tidy, lambda: where.is_stuck)

@@ -46,7 +46,8 @@ class TrainerLoras:
             evict_idle: idle older revisions make room, so that one adapter a step never piles up.
             The rest as `FleetClient.load_lora`.
 
-        Raises: as `FleetClient.load_lora`; ConfigError: also tensors without a configuration. OSError: the temporary
+        Raises: as `FleetClient.load_lora`; ConfigError: also tensors without a configuration, or DTensors of several
+            ranks, which have to be gathered before. OSError: the temporary
             folder can't be written.
         Cancel: as `FleetClient.load_lora`; the temporary folder is removed.
         """

@@ -1,14 +1,13 @@
 """`rlbus.connect`: one connection to the bus, and everything that hangs on it."""
 
-import asyncio
 import contextlib
-import ipaddress
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from rlbus._addresses import is_elsewhere, is_loopback, own_address_towards
 from rlbus._snapshots import open_snapshots
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
@@ -18,7 +17,7 @@ from rlbus.schemas import SnapshotKind
 from rlbus.trainer import Trainer
 from rlbus.transfer.plane import SenderPlane
 
-DATAGRAM = socket.SOCK_DGRAM
+_log = logging.getLogger("rlbus.session")
 
 
 def default_caller(kind: str) -> str:
@@ -61,15 +60,16 @@ class Session:
                 for the next update. "memory": a copy in this process, sent again over the group (one model of host
                 memory, two while an update is sent). "disk": a safetensors folder in `snapshot_dir`, which the workers
                 read by themselves, also when this process is gone; complete when `update_weights` returns, which waits
-                for the disk after the engines have gone on.
-            snapshot_dir: for "disk"; below a weight root of every worker. Two versions' worth of space.
+                for the disk after the engines have gone on, 30 s at most. A disk that hangs costs the snapshot alone.
+            snapshot_dir: for "disk"; below a weight root of every worker. Two versions' worth of space. Snapshots are
+                in a folder of the namespace's name there: namespaces of one bus may share it, several buses not.
 
         Raises:
             ClosedError: after the session. ConfigError: torch isn't installed, or the snapshot makes no sense.
         """
         if self._is_closed:
             raise ClosedError("session")
-        snapshots = open_snapshots(snapshot, snapshot_dir)
+        snapshots = open_snapshots(snapshot, snapshot_dir, self.namespace)
         if plane is None:
             plane = _torch_plane(backend, self._host if host is None else host)
         caller = default_caller("trainer") if self._caller is None else self._caller
@@ -133,19 +133,16 @@ async def connect(
 
 
 async def _address_towards(config: BusConfig) -> str | None:
-    """Our own address on the way to the bus server, where workers can be expected to reach us; None on loopback."""
-    server = urlsplit(config.servers[0])
-    assert server.hostname is not None
+    """Our own address on the way to the bus servers, where workers can be expected to reach us; None on loopback."""
     try:
-        async with asyncio.timeout(config.connect_s):
-            found = await asyncio.get_running_loop().getaddrinfo(server.hostname, server.port or 4222, type=DATAGRAM)
-        family, kind, _, _, address = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # a datagram socket: this asks the routing table, and sends nothing
-            own = str(probe.getsockname()[0])
-    except (OSError, TimeoutError) as exc:
-        raise BrokenError(server.hostname, f"no way to its address: {exc or 'time-out'}") from exc
-    return None if ipaddress.ip_address(own).is_loopback else own
+        own = await own_address_towards(config.servers, config.connect_s)
+    except (OSError, UnicodeError) as exc:
+        raise BrokenError(config.url, f"no way to its address: {exc}") from exc
+    if not is_loopback(own):
+        return own
+    if is_elsewhere(config.servers):
+        _log.warning("the way to %s is by loopback: only workers on this machine reach this process", config.url)
+    return None
 
 
 def _torch_plane(backend: str, host: str | None) -> SenderPlane:

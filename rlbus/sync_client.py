@@ -19,10 +19,13 @@ from typing import Any, TypeVar
 
 from rlbus.client import EVERYBODY, TRANSFER_DEADLINE_S
 from rlbus.errors import ClosedError, ConfigError
+from rlbus.reports import raise_for_report
 from rlbus.schemas import FleetView, PauseMode, Report, Target, TransferStep, Version
+from rlbus.schemas.weights import MAX_VERSION_NUMBER
 from rlbus.session import Session, connect
 from rlbus.sync import LoopThread
 
+MAX_DIGITS = len(str(MAX_VERSION_NUMBER))
 T = TypeVar("T")
 
 # One entry for every rank of the fleet, or one for all; as vLLM's `WeightTransferUpdatePayload`.
@@ -63,7 +66,7 @@ class BusWeightSyncClient:
         self._lock = threading.Lock()
         self._loop: LoopThread | None = None
         self._session: Session | None = None
-        # How the last step ended.
+        # How the last step ended, well or not; None before the first, and where a step raised without a report.
         self.report: Report | None = None
 
     def __enter__(self) -> "BusWeightSyncClient":
@@ -146,7 +149,8 @@ class BusWeightSyncClient:
             problem = "can't travel as JSON; a backend within one process, such as CUDA IPC, isn't for a fleet"
             raise ConfigError("info", type(info).__name__, f"{problem} ({exc})") from exc
         fleet = self._client().fleet
-        self.report = self._call(
+        self.report = None
+        report = self._call(
             fleet.transfer(
                 step,
                 text,
@@ -154,8 +158,11 @@ class BusWeightSyncClient:
                 version=version,
                 pause_mode=self._pause_mode,
                 deadline_s=self._deadline_s,
+                check=False,
             )
         )
+        self.report = report
+        raise_for_report(report)
 
     def _client(self) -> Session:
         session = self._session
@@ -175,7 +182,12 @@ def version_of(text: str) -> Version:
     """`7` or `1.7` (incarnation.step) as a version. Raises ConfigError."""
     incarnation, _, step = text.rpartition(".")
     numbers = (incarnation or "0", step)
-    if not all(number.isascii() and number.isdecimal() and len(number) <= 16 for number in numbers):
+    if not all(_is_number(number) for number in numbers):
         problem = "use a step such as 7, or incarnation.step such as 1.7: versions are ordered here"
-        raise ConfigError("weight_version", text, problem)
+        raise ConfigError("weight_version", text, f"{problem}, by numbers up to {MAX_VERSION_NUMBER}")
     return Version(incarnation=int(numbers[0]), step=int(step))
+
+
+def _is_number(text: str) -> bool:
+    # The length first: Python refuses to read thousands of digits.
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS and int(text) <= MAX_VERSION_NUMBER

@@ -381,8 +381,13 @@ class Trainer(TrainerLoras):
 
 
 def as_version(version: int | Version, incarnation: int) -> Version:
-    """The version that a caller means. Raises ConfigError: no whole numbers from 0 to MAX_VERSION_NUMBER."""
+    """The version that a caller means.
+
+    Raises: ConfigError: no whole numbers from 0 to MAX_VERSION_NUMBER; or two incarnations, of which one would be lost.
+    """
     meant = version if isinstance(version, Version) else Version(incarnation=incarnation, step=version)
+    if incarnation not in (0, meant.incarnation):
+        raise ConfigError("incarnation", incarnation, f"version {meant} says another; give it once")
     for number in (meant.step, meant.incarnation):
         if not _is_int(number):
             raise ConfigError("version", number, "use an int or a Version, of whole numbers")

@@ -1,12 +1,15 @@
 """Where others reach a server of this machine: never at a wildcard, IPv6 literals in brackets."""
 
 import ipaddress
+import logging
 import re
-import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from rlbus._addresses import best, is_elsewhere, is_loopback, own_address
 from rlbus.errors import ConfigError
+
+_log = logging.getLogger("rlbus.workers")
 
 # The host that others reach a server of this machine at, where the user knows it better.
 ADVERTISE_HOST = "RLBUS_ADVERTISE_HOST"
@@ -16,16 +19,8 @@ WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 
 # Towards any other machine, where there is no bus elsewhere: an address for documentation (RFC 5737), never reached.
 ELSEWHERE = "nats://192.0.2.1:4222"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`. A name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+# Where nothing else is known.
+LOOPBACK = "127.0.0.1"
 
 
 # A part of a host's name. Underscores aren't in the standard (RFC 1123), and in many a name all the same.
@@ -83,13 +78,23 @@ def reachable_url(url: str, advertised: str | None, bus_url: str) -> str:
 
 
 def local_address_towards(url: str) -> str:
-    """The address of this machine from which it reaches the bus: where others on the bus can reach it, most likely."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 4222
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+    """The address of this machine from which it reaches the bus: where others on the bus can reach it, most likely.
+
+    `url`: of one server, or of several with commas, any of which may be gone. Blocks while names are looked up.
+    """
+    found: list[str] = []
+    why = ""
+    servers = url.split(",")
+    for server in servers:
+        try:
+            found.append(own_address(server))
+        except (OSError, UnicodeError) as exc:
+            why = why or f" ({exc})"
+            continue
+        if not is_loopback(found[-1]):
+            break
+    own = best(found) or LOOPBACK
+    if is_loopback(own) and is_elsewhere(servers):
+        text = "no way to %s but by loopback is known%s: others don't reach this machine at %s; set %s"
+        _log.warning(text, url, why, own, ADVERTISE_HOST)
+    return own

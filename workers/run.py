@@ -75,7 +75,7 @@ async def serve(
                 bus = await stack.enter_async_context(await connect_bus(bus_config, name=name))
                 stack.push_async_callback(_close, engine)
                 await _start(engine, start_s)
-                surface = served(system_config, lambda: stop.agent, bus_config.servers[0])
+                surface = served(system_config, lambda: stop.agent, bus_config.url)
                 system_url = await stack.enter_async_context(surface)
                 namespace = bus_config.namespace
                 ledger = stack.enter_context(opened(agent_config.state_dir, namespace, who.component, who.instance_id))

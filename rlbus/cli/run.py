@@ -174,7 +174,7 @@ def controller(
         advertised = advertised_host(os.environ)
 
         def on_http(base: str) -> None:
-            at["http_url"] = reachable_url(base, advertised, config.servers[0])
+            at["http_url"] = reachable_url(base, advertised, config.url)
 
         def tell(role: str, line: str) -> None:
             nonlocal is_told
@@ -393,7 +393,7 @@ class _Worker:
         """What it announces as the host of a server that listens there: RLBUS_ADVERTISE_HOST, or the way to the bus."""
         from rlbus.workers.addresses import reachable_host
 
-        return reachable_host(listens_on, self._system().advertise_host, self._config().servers[0])
+        return reachable_host(listens_on, self._system().advertise_host, self._config().url)
 
     def fail(self, error: ConfigError) -> NoReturn:
         """End with an error before anything was started."""

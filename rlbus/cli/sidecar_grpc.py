@@ -138,7 +138,7 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], is_sm
             bus_config=bus_config,
             named=named,
             verbosity=verbosity(),
-            advertise_host=local_address_towards(bus_config.servers[0]),
+            advertise_host=local_address_towards(bus_config.url),
             weight_roots=worker.roots,
             is_small=is_small,
             on_ready=lambda pid: worker.tell(pid, "is up; Ctrl-C ends both"),

@@ -163,7 +163,7 @@ def _with_server(worker: _Worker, server: list[str], arguments: list[str], key: 
         from rlbus.workers.vllm_http.supervisor import supervise_pair
         from rlbus.workers.vllm_server.supervisor import is_cpu_build
 
-        advertise_host = advertised_host(os.environ) or local_address_towards(bus_config.servers[0])
+        advertise_host = advertised_host(os.environ) or local_address_towards(bus_config.url)
         return await supervise_pair(
             server[0],
             server[1:],

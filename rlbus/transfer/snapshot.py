@@ -10,7 +10,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,8 @@ from torch import Tensor
 from rlbus.errors import TransferError
 from rlbus.schemas import TensorSpec, TensorSum, Version
 from rlbus.transfer.checksum import RunningChecksum
-from rlbus.transfer.flat import byte_view, copy_bytes, new_row
+from rlbus.transfer.disk_line import DiskLine
+from rlbus.transfer.flat import copy_bytes, new_row
 from rlbus.transfer.folder import LENGTH, MAX_HEADER_BYTES, header_of
 from rlbus.transfer.manifest import num_bytes
 
@@ -31,8 +33,10 @@ FILE = "model.safetensors"
 # A folder of this kind: a version, or one that is being written.
 _NAME = re.compile(r"[0-9]+\.[0-9]+(\.[0-9a-f]{8}\.tmp)?")
 CPU = torch.device("cpu")
-# What is read of a file at once.
+# What is read or written of a file at once.
 CHUNK_BYTES = 4 * 1024 * 1024
+# How long the disk may take for all of a snapshot once its last tensor was taken; it is dropped then.
+FINISH_LIMIT_S = 300.0
 
 
 class MemoryRecording:
@@ -72,38 +76,107 @@ class MemoryRecording:
 class DiskRecording:
     """A safetensors folder `<folder>/<version>`: written beside it as `<version>.<random>.tmp`, renamed when complete.
 
-    It holds the weights alone, which is all that a reload of an engine reads.
+    It holds the weights alone, which is all that a reload of an engine reads. The sending thread only copies, part by
+    part; `line` (None: one of its own) does all that touches the disk. What is too slow for it is dropped.
     """
 
-    def __init__(self, folder: Path, version: Version, specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, folder: Path, version: Version, specs: Sequence[TensorSpec], line: DiskLine | None = None
+    ) -> None:
         self._specs = tuple(specs)
-        self._path = folder / str(version)
-        self._tmp = folder / f"{version}.{secrets.token_hex(4)}.tmp"
-        self._file: BinaryIO | None = None
+        self._line = DiskLine() if line is None else line
+        # Touched by the line's thread alone.
+        self._files = _Files(folder, version, self._specs)
+        # What was begun last; None before that, and when it was discarded.
+        self._attempt: _Attempt | None = None
         self._num_taken = 0
-        self._is_named = False
 
     def begin(self) -> None:
-        """See `Recording`. Raises: OSError, TransferError."""
+        """See `Recording`. Raises: DeadlineError: the disk hangs over what was put in its line before."""
         self.discard()
-        self._tmp.mkdir(parents=True)
-        self._file = (self._tmp / FILE).open("wb")
-        self._file.write(header_of(self._specs))
+        self._line.check()
         self._num_taken = 0
+        self._attempt = _Attempt()
+        self._line.put(self._attempt.step(self._files.begin))
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """See `Recording`. Raises: OSError; TransferError: it isn't what was announced."""
+        """See `Recording`. Raises: TransferError: it isn't what was announced. DeadlineError: the disk takes no more.
+        OSError: it couldn't take what came before.
+        """
         spec = self._specs[self._num_taken] if self._num_taken < len(self._specs) else None
-        row = _host_row(tensor)
-        if self._file is None or spec is None or spec.name != name or num_bytes(spec) != row.numel():
+        size = tensor.numel() * tensor.element_size()
+        if self._attempt is None or spec is None or spec.name != name or num_bytes(spec) != size:
             raise TransferError("write a snapshot", f"tensor {name!r} isn't what was announced")
-        self._file.write(row.numpy().data)
+        for offset in range(0, size, CHUNK_BYTES):
+            self._attempt.check()
+            row = new_row(min(CHUNK_BYTES, size - offset), CPU)
+            copy_bytes(tensor, offset, row)
+            self._line.put(self._attempt.step(partial(self._files.write, row)), row.numel())
         self._num_taken += 1
 
     def finish(self) -> None:
-        """See `Recording`. Raises: OSError; TransferError: a tensor is missing."""
-        if self._file is None or self._num_taken != len(self._specs):
+        """See `Recording`. Raises: OSError. TransferError: a tensor is missing. DeadlineError."""
+        attempt = self._attempt
+        if attempt is None or self._num_taken != len(self._specs):
             raise _incomplete(self._num_taken, len(self._specs))
+        self._line.call(attempt.step(self._files.finish), FINISH_LIMIT_S)
+        attempt.check()
+
+    def discard(self) -> None:
+        """See `Recording`. Its place in the line is taken at once, the disk is free when that is reached."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.is_over = True
+            self._line.put(self._files.discard)
+
+
+class _Attempt:
+    """What was put into the line since one `begin`: done until something fails, or nobody wants it any more."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._error: Exception | None = None
+
+    def step(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work`, as a job of a line."""
+
+        def job() -> None:
+            if self.is_over:
+                return
+            try:
+                work()
+            except Exception as exc:  # noqa: BLE001 - `check` raises it, in the thread that records
+                self.is_over, self._error = True, exc
+
+        return job
+
+    def check(self) -> None:
+        """Raises what a step raised."""
+        if self._error is not None:
+            raise self._error
+
+
+class _Files:
+    """The files of one recording. Every method waits for the disk."""
+
+    def __init__(self, folder: Path, version: Version, specs: Sequence[TensorSpec]) -> None:
+        self._specs = specs
+        self._path = folder / str(version)
+        self._tmp = folder / f"{version}.{secrets.token_hex(4)}.tmp"
+        self._file: BinaryIO | None = None
+        self._is_named = False
+
+    def begin(self) -> None:
+        self._tmp.mkdir(parents=True)
+        self._file = (self._tmp / FILE).open("wb")
+        self._file.write(header_of(self._specs))
+
+    def write(self, row: Tensor) -> None:
+        assert self._file is not None
+        self._file.write(row.numpy().data)
+
+    def finish(self) -> None:
+        assert self._file is not None
         file, self._file = self._file, None
         with file:
             file.flush()
@@ -113,13 +186,34 @@ class DiskRecording:
         self._is_named = True
 
     def discard(self) -> None:
-        """See `Recording`."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):  # a full disk refuses what is still in the buffer once more
                 file.close()
         shutil.rmtree(self._path if self._is_named else self._tmp, ignore_errors=True)
         self._is_named = False
+
+
+class SnapshotFolder:
+    """Where one trainer's recordings lie, and the line of all that touches it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._line = DiskLine()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its disk hangs: nothing can be recorded."""
+        return self._line.is_stuck
+
+    def recording(self, version: Version, specs: Sequence[TensorSpec]) -> DiskRecording:
+        """One for the next version."""
+        return DiskRecording(self.path, version, specs, self._line)
+
+    def tidy(self, keep: Collection[Version]) -> None:
+        """`remove_others`, after all that was put in the line before. Raises: OSError, also as the disk hangs."""
+        self._line.check()
+        self._line.call(partial(remove_others, self.path, keep), FINISH_LIMIT_S)
 
 
 def remove_others(folder: Path, keep: Collection[Version]) -> None:
@@ -149,12 +243,6 @@ def host_copy(tensor: Tensor) -> Tensor:
     row = new_row(tensor.numel() * tensor.element_size(), CPU)
     copy_bytes(tensor, 0, row)
     return row.view(tensor.dtype).view(tensor.shape)
-
-
-def _host_row(tensor: Tensor) -> Tensor:
-    """Its bytes on the CPU: a view where that is possible."""
-    flat = byte_view(tensor) if tensor.device == CPU else None
-    return byte_view(host_copy(tensor)) if flat is None else flat  # type: ignore[return-value]
 
 
 def file_sums(file: BufferedReader) -> list[TensorSum]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlbus.errors import ConfigError
 from rlbus.schemas import TensorSpec
@@ -18,10 +19,11 @@ def weight_source(weights: Any, *, keep_tied: bool = False) -> WeightSource:
     """Make a source of a module, a state dict, or a re-iterable of (name, tensor); a WeightSource passes unchanged.
 
     Module: its `state_dict()`, read anew each time, so parameters and persistent buffers. Tied weights of a module or
-    state dict (two names for the very same memory, shape and strides) are sent once, under the first name, as
-    checkpoints have them, unless `keep_tied`. DTensors (FSDP2, tensor parallel) are announced with their full shape,
-    and gathered one at a time as they are read: that is a collective, so every rank has to read the source, in the
-    same order, once for each `update_weights` of rank 0 (`for _ in source: pass`), and holds one full tensor meanwhile.
+    state dict (two names for the very same storage, place in it, shape and strides) are sent once, under the first
+    name, as checkpoints have them, unless `keep_tied`; what a mapping makes as it is read is tied to nothing. DTensors
+    (FSDP2, tensor parallel) are announced with their full shape, and gathered one at a time as they are read: that is a
+    collective, so every rank has to read the source, in the same order, once for each `update_weights` of rank 0
+    (`for _ in source: pass`), and holds one full tensor meanwhile.
 
     Args:
         weights: a re-iterable starts anew whenever it is iterated (a list, or an object with `__iter__`); a generator
@@ -53,30 +55,32 @@ class _MappingSource:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and full shapes; nothing is gathered."""
-        return tuple(_spec(name, tensor) for name, tensor in self._tensors())
+        return tuple(spec_of(name, tensor) for name, tensor in self._tensors())
 
     @property
     def is_shared(self) -> bool:
         """Whether other ranks have to read it with us (`rlbus.transfer.one_pass`)."""
-        return any(_is_gathered(tensor) for _, tensor in self._tensors())
+        return any(is_gathered(tensor) for _, tensor in self._tensors())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor)."""
         for name, tensor in self._tensors():
-            yield name, _whole(tensor)
+            yield name, whole(tensor)
 
     def _named(self) -> Mapping[str, Any]:
         return self._weights
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        seen: set[tuple[object, ...]] = set()
+        # With what keeps a storage's identity from being given to another one; its memory may go.
+        seen: dict[tuple[object, ...], StorageWeakRef] = {}
         for name, value in self._named().items():
-            tensor = _checked(name, value)
-            memory = _memory(tensor)
-            if memory in seen and not self._keep_tied:
-                continue
-            if memory is not None:
-                seen.add(memory)
+            tensor = checked(name, value)
+            if not self._keep_tied and (local := _local(tensor)).numel() > 0:
+                storage = StorageWeakRef(local.untyped_storage())
+                memory = _memory(tensor, local, storage)
+                if memory in seen:
+                    continue
+                seen[memory] = storage
             yield name, tensor
 
 
@@ -102,9 +106,9 @@ class _PairsSource:
         """Names, dtypes and full shapes, by reading all pairs once."""
         specs, is_shared = [], False
         for name, value in self._pairs:
-            tensor = _checked(name, value)
-            specs.append(_spec(name, tensor))
-            is_shared = is_shared or _is_gathered(tensor)
+            tensor = checked(name, value)
+            specs.append(spec_of(name, tensor))
+            is_shared = is_shared or is_gathered(tensor)
         self._is_shared = is_shared
         return tuple(specs)
 
@@ -118,10 +122,11 @@ class _PairsSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor)."""
         for name, value in self._pairs:
-            yield name, _whole(_checked(name, value))
+            yield name, whole(checked(name, value))
 
 
-def _checked(name: Any, value: Any) -> Tensor:
+def checked(name: Any, value: Any) -> Tensor:
+    """`value`, if it is a tensor that can be read. Raises: ConfigError: why not, with its name."""
     if not isinstance(name, str):
         raise ConfigError("weights", repr(name)[:80], "names of tensors are text")
     if not isinstance(value, Tensor):
@@ -135,11 +140,13 @@ def _checked(name: Any, value: Any) -> Tensor:
     return value
 
 
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """How it is announced."""
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All of it: a DTensor is gathered, by a collective if several ranks have it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
@@ -150,15 +157,19 @@ def _is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _is_gathered(tensor: Tensor) -> bool:
+def is_gathered(tensor: Tensor) -> bool:
     """Whether reading it takes a collective. One rank has all there is."""
     return _is_distributed(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...] | None:
-    """What tells that two tensors are one: None for those without memory of their own (empty ones)."""
-    local: Tensor = tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
-    if local.numel() == 0:
-        return None
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def _memory(tensor: Tensor, local: Tensor, storage: StorageWeakRef) -> tuple[object, ...]:
+    """What tells that two tensors are one. Not their address alone: a tensor that is made as it is read often gets
+    that of one before it, which is gone by then.
+    """
     # dtype and conjugation count: a view as another dtype has other bytes or another meaning.
-    return (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype, local.device, local.is_conj())
+    place = (storage.cdata, local.data_ptr(), local.stride())
+    return (*place, tuple(tensor.shape), local.dtype, local.device, local.is_conj())

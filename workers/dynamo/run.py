@@ -102,7 +102,7 @@ async def serve(
         peer_of=where.peer,
         options=EngineOptions() if options is None else options,
         system=checked_system(SystemConfig.from_env() if system is None else system),
-        bus_url=bus_config.servers[0],
+        bus_url=bus_config.url,
         on_change=on_change,
     )
     try:

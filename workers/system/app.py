@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rlbus._addresses import is_loopback
 from rlbus.errors import ClosedError, DeadlineError
 from rlbus.schemas import Fault, FaultCode, Result
-from rlbus.workers.addresses import is_loopback
 from rlbus.workers.system.calls import OP_ID, STATUS_OF, CallError, Endpoint, OpError, Provider, Shape, read_call
 
 _log = logging.getLogger("rlbus.workers")

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlbus._addresses import is_loopback
 from rlbus.errors import ConfigError
-from rlbus.workers.addresses import ADVERTISE_HOST, check_advertised, is_loopback
+from rlbus.workers.addresses import ADVERTISE_HOST, check_advertised
 
 DEFAULT_HOST = "127.0.0.1"
 # No surface at all.

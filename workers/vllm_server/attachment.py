@@ -277,7 +277,7 @@ class Attachment:
             if port is None:
                 _log.warning("rlbus: the port of this server can't be told, so no completions URL is announced")
                 return None
-        host = reachable_host(host, self._env.advertise_host, self._env.bus.servers[0])
+        host = reachable_host(host, self._env.advertise_host, self._env.bus.url)
         scheme = "https" if args.ssl_keyfile and args.ssl_certfile else "http"
         return base_url(host, port, scheme)
 

@@ -5,8 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rlbus._addresses import is_loopback
 from rlbus.errors import ConfigError
-from rlbus.workers.addresses import is_loopback
 from rlbus.workers.system.app import Door, make_routes
 from rlbus.workers.system.calls import Provider
 from rlbus.workers.system.settings import ENV_NAMES, NO_PORT, check_token

@@ -1,14 +1,16 @@
 """One request to the controller: the limits of silence as a table, and short requests."""
 
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
 from rlbus import subjects
-from rlbus._conversation import Patience, _Wait, ask, converse, op_name, take_back
+from rlbus._conversation import Patience, _Wait, ask, check_finite, converse, op_name, take_back
 from rlbus._transport import Message
 from rlbus.bus import DEFAULT_MAX_QUEUED, Bus
-from rlbus.errors import BrokenError, BusyError, DeadlineError, RLBusError, UnansweredError
+from rlbus.errors import BrokenError, BusyError, ConfigError, DeadlineError, RLBusError, UnansweredError
 from rlbus.schemas import (
     CancelOp,
     ControlRequest,
@@ -189,3 +191,20 @@ def test_a_flood_of_replies_breaks_the_stream_and_not_the_conversation() -> None
 def test_an_op_is_named_as_its_subject() -> None:
     """The tag of the request is the token."""
     assert (op_name(REQUEST), op_name(GetFleet(op_id="o"))) == ("pause", "status")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("deadline_s", "5"), ("deadline_s", None), ("lease_s", "60"), ("deadline_s", True)]
+)
+def test_seconds_that_are_no_number_are_refused_before_they_are_sent(name: str, value: Any) -> None:
+    """The controller couldn't read the message. No lease at all is a hold."""
+
+    async def body() -> None:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            request = msgspec.structs.replace(REQUEST, **{name: value})
+            with pytest.raises(ConfigError, match=f"{name}={value!r}: use a number of seconds"):
+                await converse(bus, "test", request, on_reply=lambda _: None)
+
+    run(body())
+    check_finite("lease_s", None)
+    check_finite("deadline_s", 5)

@@ -268,13 +268,15 @@ def test_a_snapshot_that_can_not_be_removed_costs_the_update_nothing(
 def test_the_offer_says_where_a_worker_or_the_controller_finds_it(tmp_path: Path) -> None:
     """An inbox, a folder, or nothing."""
     assert Snapshots().offer(v(1), "inbox") == SnapshotOffer()
-    assert open_snapshots("memory", None).offer(v(1), "inbox") == SnapshotOffer(kind=SnapshotKind.MEMORY, inbox="inbox")
-    offer = SnapshotOffer(kind=SnapshotKind.DISK, path=str(tmp_path / "0.1"))
-    assert open_snapshots("disk", tmp_path).offer(v(1), "inbox") == offer
+    assert open_snapshots("memory", None, "ns").offer(v(1), "inbox") == SnapshotOffer(
+        kind=SnapshotKind.MEMORY, inbox="inbox"
+    )
+    offer = SnapshotOffer(kind=SnapshotKind.DISK, path=str(tmp_path / "ns" / "0.1"))
+    assert open_snapshots("disk", tmp_path, "ns").offer(v(1), "inbox") == offer
 
 
 @pytest.mark.parametrize(("kind", "folder"), [("ram", None), ("disk", None), ("memory", "/tmp"), ("none", "/tmp")])
 def test_a_setting_that_makes_no_sense_is_refused(kind: str, folder: str | None) -> None:
     """Before anything is connected."""
     with pytest.raises(ConfigError):
-        open_snapshots(kind, folder)
+        open_snapshots(kind, folder, "ns")

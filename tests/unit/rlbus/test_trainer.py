@@ -42,7 +42,7 @@ from rlbus.schemas import (
     Version,
 )
 from rlbus.testing import LoopClock, MemoryBroker, run
-from rlbus.trainer import Trainer
+from rlbus.trainer import Trainer, as_version
 from rlbus.transfer.manifest import digest
 from tests.unit.rlbus.scripted_controller import (
     NAMESPACE,
@@ -453,6 +453,14 @@ def test_a_version_that_is_no_whole_number_in_bounds_is_a_config_error(version: 
         assert controller.requests == []
 
     play(scenario)
+
+
+@pytest.mark.parametrize("incarnation", [0, 2])
+def test_an_incarnation_may_be_said_twice_but_not_in_two_ways(incarnation: int) -> None:
+    """None beside a Version is the Version's."""
+    assert as_version(Version(incarnation=2, step=7), incarnation) == Version(incarnation=2, step=7)
+    with pytest.raises(ConfigError, match=r"incarnation=3: version 2\.7 says another"):
+        as_version(Version(incarnation=2, step=7), 3)
 
 
 def test_no_controller_is_one_clear_error() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlbus._snapshots import Recorded, Snapshot, open_snapshots
+from rlbus._snapshots import Snapshots, open_snapshots
 from rlbus.controller.testing import request_of
 from rlbus.errors import TransferError
-from rlbus.schemas import OpStatus, TensorSpec, TensorSum, Version
+from rlbus.schemas import OpStatus, SnapshotKind, SnapshotOffer, TensorSpec, TensorSum, Version
+from rlbus.transfer import disk_line
 from rlbus.transfer.checksum import tensor_checksum
 from rlbus.transfer.folder import DTYPES, header_of
 from rlbus.transfer.sender import send
@@ -44,6 +46,11 @@ SPECS = weight_source(TENSORS).specs()
 def sums() -> tuple[TensorSum, ...]:
     """What a sender says of them."""
     return tuple(TensorSum(name=name, checksum=tensor_checksum(tensor)) for name, tensor in TENSORS.items())
+
+
+def written(recording: DiskRecording) -> None:
+    """Wait until the disk has done what it was given."""
+    recording._line.call(lambda: None, 30.0)
 
 
 def record(recording: MemoryRecording | DiskRecording, tensors: dict[str, Tensor] = TENSORS) -> None:
@@ -80,6 +87,7 @@ def test_a_folder_is_what_safetensors_itself_reads(tmp_path: Path) -> None:
     """Every tensor, bit by bit; and its checksums are those of what was sent."""
     recording = DiskRecording(tmp_path, V1, SPECS)
     record(recording)
+    written(recording)
     assert not (tmp_path / "0.1").exists()
     recording.finish()
     found = load_file(tmp_path / "0.1" / FILE)
@@ -91,6 +99,7 @@ def test_a_folder_is_what_safetensors_itself_reads(tmp_path: Path) -> None:
     assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
     assert [path.name for path in tmp_path.iterdir()] == ["0.1"]
     recording.discard()
+    written(recording)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,14 +111,14 @@ def test_no_disk_is_waited_for_between_two_broadcasts(tmp_path: Path, monkeypatc
         synced.append(len(wire.rows))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    snapshots = open_snapshots("disk", tmp_path)
+    snapshots = open_snapshots("disk", tmp_path, "ns")
     request = request_of(version=V1)
     source = snapshots.record(request, weight_source(TENSORS), SPECS)
     send(wire, source, SPECS, 64, lambda _done, _total: None, stream_id="op")
-    assert (synced, (tmp_path / "0.1").exists()) == ([], False)
+    assert (synced, (tmp_path / "ns" / "0.1").exists()) == ([], False)
     asyncio.run(snapshots.settle(request, source, SPECS, OpStatus.OK))
     assert synced == [len(wire.rows)]
-    assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
+    assert sums_digest(folder_sums(tmp_path / "ns" / "0.1")) == sums_digest(sums())
 
 
 class FullDisk(io.RawIOBase):
@@ -131,11 +140,80 @@ def test_a_full_disk_costs_the_snapshot_and_not_the_update(
     weights = {f"layer{i}": torch.full((1024,), float(i)) for i in range(4)}
     specs = weight_source(weights).specs()
     monkeypatch.setattr(Path, "open", lambda *_: io.BufferedWriter(FullDisk()))
-    source = Recorded(weight_source(weights), Snapshot(DiskRecording(tmp_path, V1, specs), "0.1"))
+    snapshots = open_snapshots("disk", tmp_path, "ns")
+    request = request_of(version=V1)
+    source = snapshots.record(request, weight_source(weights), specs)
     sent = send(Wire(), source, specs, 4096, lambda _done, _total: None, stream_id="op")
     assert [each.name for each in sent.sums] == list(weights)
-    assert list(tmp_path.iterdir()) == []
+    asyncio.run(snapshots.settle(request, source, specs, OpStatus.OK))
+    assert list((tmp_path / "ns").iterdir()) == []
     assert "no snapshot is kept of this version: OSError: [Errno 28] No space left on device" in caplog.text
+
+
+class HungFile(io.RawIOBase):
+    """Of a disk that doesn't answer before `heal`."""
+
+    def __init__(self) -> None:
+        self._is_well = threading.Event()
+        self.num_written = 0
+        self.heal = self._is_well.set
+
+    def writable(self) -> bool:
+        """It says so."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Hang; what comes then is written."""
+        self._is_well.wait(30.0)
+        self.num_written += 1
+        return len(data)
+
+    def fileno(self) -> int:
+        """None that can be flushed."""
+        raise OSError(9, "Bad file descriptor")
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "why"),
+    [
+        (3 * 4096, "writing to the disk did not end within 0.05 s: 12288 bytes wait for it"),
+        (1 << 20, "an earlier write to the disk did not end within 0.05 s"),
+    ],
+)
+def test_a_disk_that_hangs_costs_the_snapshot_and_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, max_bytes: int, why: str
+) -> None:
+    """Whether or not it all fits into what may wait for it, everything is sent. While it hangs no snapshot is offered,
+    begun, or waited for; no folder gets a name when it is well again, and the next snapshot is kept.
+    """
+    monkeypatch.setattr(disk_line, "FULL_LIMIT_S", 0.05)
+    monkeypatch.setattr(disk_line, "POLL_S", 0.01)
+    monkeypatch.setattr(disk_line, "MAX_WAITING_BYTES", max_bytes)
+    weights = {f"layer{i}": torch.full((1024,), float(i)) for i in range(8)}
+    specs = weight_source(weights).specs()
+    hung = HungFile()
+    snapshots = open_snapshots("disk", tmp_path, "ns")
+
+    def update(step: int) -> SnapshotOffer:
+        request = request_of(version=Version(step=step))
+        offer = snapshots.offer(request.version, None)
+        source = snapshots.record(request, weight_source(weights), specs)
+        sent = send(Wire(), source, specs, 4096, lambda _done, _total: None, stream_id="op")
+        assert [each.name for each in sent.sums] == list(weights)
+        asyncio.run(snapshots.settle(request, source, specs, OpStatus.OK))
+        return offer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_: hung)
+        assert update(1).kind is SnapshotKind.DISK
+        assert f"no snapshot is kept of this version: DeadlineError: {why}" in caplog.text
+        assert [update(step) for step in (2, 3)] == [SnapshotOffer(), SnapshotOffer()]
+    hung.heal()
+    assert snapshots._new_recording is not None
+    written(snapshots._new_recording(V1, specs))  # type: ignore[arg-type]
+    assert (hung.num_written, list((tmp_path / "ns").iterdir())) == (1, [])
+    assert update(4).path == str(tmp_path / "ns" / "0.4")
+    assert [path.name for path in (tmp_path / "ns").iterdir()] == ["0.4"]
 
 
 def test_a_folder_that_is_not_complete_never_has_its_name(tmp_path: Path) -> None:
@@ -147,6 +225,7 @@ def test_a_folder_that_is_not_complete_never_has_its_name(tmp_path: Path) -> Non
     with pytest.raises(TransferError, match="0 tensors came, 7 were announced"):
         recording.finish()
     recording.discard()
+    written(recording)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,6 +239,26 @@ def test_a_send_that_begins_again_writes_the_folder_anew(tmp_path: Path) -> None
     record(second)
     second.finish()
     assert sums_digest(folder_sums(tmp_path / "0.1")) == sums_digest(sums())
+
+
+def test_trainers_of_several_namespaces_share_a_folder_and_a_restarted_one_cleans_its_own(tmp_path: Path) -> None:
+    """The versions of one say nothing of another's; what a process before left is gone after the next commit."""
+
+    def update(snapshots: Snapshots, step: int) -> Path:
+        request = request_of(version=Version(step=step))
+        offer = snapshots.offer(request.version, None)
+        source = snapshots.record(request, weight_source(TENSORS), SPECS)
+        list(source)
+        asyncio.run(snapshots.settle(request, source, SPECS, OpStatus.OK))
+        assert offer.path is not None
+        return Path(offer.path)
+
+    first = update(open_snapshots("disk", tmp_path, "policy"), 5)
+    other = open_snapshots("disk", tmp_path, "reward")
+    newest = [update(other, step) for step in (5, 7)][-1]
+    assert [sums_digest(folder_sums(path)) for path in (first, newest)] == [sums_digest(sums())] * 2
+    again = update(open_snapshots("disk", tmp_path, "policy"), 6)
+    assert sorted(path for path in tmp_path.rglob("*.*") if path.is_dir()) == [again, newest]
 
 
 def test_only_what_recordings_left_is_removed(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Whatever holds weights becomes a source that can be read again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -68,6 +68,49 @@ def test_a_mapping_and_pairs_are_read_as_often_as_needed() -> None:
         for _ in range(2):
             assert [(name, t.data_ptr()) for name, t in source] == [(n, t.data_ptr()) for n, t in weights.items()]
         assert [spec.shape for spec in source.specs()] == [(3,), (2,), (3,)]
+
+
+class Cast(Mapping[str, Tensor]):
+    """A state dict that is cast as it is read: each tensor is gone when the next but one is made."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name].to(torch.bfloat16)
+
+
+def test_tensors_that_are_made_as_they_are_read_are_never_taken_for_tied() -> None:
+    """Whose memory is that of one before; announced and sent alike, whatever the reader holds on to."""
+    weights = {f"layer{i}.{kind}": torch.full((64, 64), float(i)) for i in range(8) for kind in ("q", "k")}
+    source = weight_source(Cast(weights))
+    assert [spec.name for spec in source.specs()] == list(weights)
+    assert [name for name, _ in source] == list(weights)
+    assert [name for name, _ in list(source)] == list(weights)
+
+
+class Cached(Cast):
+    """One whose casts stay, and are looked at anew at every reading: embedding and head are one."""
+
+    def __init__(self) -> None:
+        one, norm = torch.ones(4, 4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
+        super().__init__({"embed": one, "norm": norm, "head": one})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).view(-1)
+
+
+def test_new_views_of_one_storage_that_stays_are_tied() -> None:
+    """The tensors are made as they are read, what they show is not."""
+    source = weight_source(Cached())
+    assert [spec.name for spec in source.specs()] == ["embed", "norm"]
+    assert [name for name, _ in source] == ["embed", "norm"]
 
 
 def test_empty_tensors_are_never_taken_for_tied() -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from rlbus._addresses import is_loopback
 from rlbus.errors import ConfigError
-from rlbus.workers.addresses import is_loopback, reachable_host
+from rlbus.workers import addresses
+from rlbus.workers.addresses import reachable_host
 from rlbus.workers.system.settings import SystemConfig
 
 pytestmark = pytest.mark.unit
@@ -66,6 +68,25 @@ def test_a_wildcard_is_never_announced(host: str) -> None:
     assert reachable_host(host, None, "nats://127.0.0.1:4222") == "127.0.0.1"
     assert reachable_host(host, "me", "nats://127.0.0.1:4222") == "me"
     assert reachable_host(host, "[::1]", "nats://127.0.0.1:4222") == "::1"
+
+
+def test_a_server_without_an_address_does_not_have_loopback_announced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another server of the bus leads to ours. Where none does, the log says that nobody else reaches it."""
+
+    def own(server: str) -> str:
+        if "nats-0" in server:
+            raise OSError(-2, "Name or service not known")
+        return {"nats://far:4222": "10.0.0.5", "nats://me:4222": "127.0.1.1", "nats://localhost:4222": "::1"}[server]
+
+    monkeypatch.setattr(addresses, "own_address", own)
+    assert reachable_host("0.0.0.0", None, "nats://nats-0:4222,nats://far:4222") == "10.0.0.5"
+    assert reachable_host("0.0.0.0", None, "nats://localhost:4222,nats://nats-0:4222") == "::1"
+    assert caplog.messages == []
+    assert reachable_host("0.0.0.0", None, "nats://nats-0:4222,nats://me:4222") == "127.0.1.1"
+    assert reachable_host("0.0.0.0", None, "nats://nats-0:4222") == "127.0.0.1"
+    assert [("not known" in line, "set RLBUS_ADVERTISE_HOST" in line) for line in caplog.messages] == [(True, True)] * 2
 
 
 def test_an_address_is_announced_as_it_is() -> None:
