@@ -24,7 +24,8 @@ from rlbus.workers.supervisor.restarts import Restarts
 _log = logging.getLogger("rlbus.workers")
 
 EXIT_GAVE_UP = 1
-# Status of a process that was called in a wrong way (argparse's, and ours): a restart would change nothing.
+# Status of a process that was called in a wrong way (argparse's, and ours): a restart would change nothing. Once one
+# life has been up, the options are right, and what is wrong is a disk or a port, for now.
 EXIT_USAGE = 2
 # Of `rlbus worker`: there is no server to connect to. Source: rlbus.cli.output.ExitCode.NOTHING_THERE.
 EXIT_NO_BUS = 4
@@ -72,18 +73,22 @@ class Supervision:
 async def keep_running(command: WorkerCommand, how: Supervision, restarts: Restarts, stopped: asyncio.Event) -> int:
     """Start the process, and again whenever it ends, until `stopped` is set (0) or `restarts` gives up.
 
-    One that only found no bus hasn't died: it is started again every NO_BUS_PAUSE_S, for as long as that takes.
+    One that only found no bus hasn't died: it is started again every NO_BUS_PAUSE_S, for as long as that takes. One
+    that was called in a wrong way (EXIT_USAGE) is not started again, unless some life was up before.
 
     Cancel: the process is stopped, and killed after STOP_S.
     """
     loop = asyncio.get_running_loop()
+    was_up = False
     while True:
         began_s = loop.time()
-        code = await _Life(command, how).run(stopped)
+        life = _Life(command, how)
+        code = await life.run(stopped)
+        was_up = was_up or life.was_up
         if stopped.is_set():
             return 0
         ran_s = loop.time() - began_s
-        if code == EXIT_USAGE:
+        if code == EXIT_USAGE and not was_up:
             _log.error("worker %s: the process ended with status %d, called in a wrong way", how.who, code)
             return code
         if code == EXIT_NO_BUS:
@@ -117,6 +122,8 @@ class _Life:
         self._command = command
         self._how = how
         self._boot_id = new_boot_id()
+        # Whether it could be reached on the bus at some time.
+        self.was_up = False
         # What was seen of the process and those below it last.
         self._tree: list[Process] = []
 
@@ -135,17 +142,22 @@ class _Life:
                     stderr=sink,
                     pass_fds=(hearing.write_fd,),
                 )
-                hearing.listen(lambda: how.on_ready(child.pid))
+                hearing.listen(lambda: self._is_up(child.pid))
                 _log.info("worker %s: process %d starts", how.who, child.pid)
                 try:
                     code = await self._until_end(child, hearing, stopped)
-                    if not stopped.is_set() and code not in (EXIT_USAGE, EXIT_NO_BUS):  # those were never there
+                    # With those two statuses it was never there, as a rule.
+                    if not stopped.is_set() and (self.was_up or code not in (EXIT_USAGE, EXIT_NO_BUS)):
                         how.on_death(self._boot_id, f"its process ended with status {code}")
                     return code
                 finally:
                     await self._clear()
         finally:
             hearing.close()
+
+    def _is_up(self, pid: int) -> None:
+        self.was_up = True
+        self._how.on_ready(pid)
 
     async def _until_end(self, child: Child, hearing: Hearing, stopped: asyncio.Event) -> int:
         restart = self._how.restart
