@@ -19,6 +19,7 @@ async def connect_bus(config: BusConfig, *, name: str) -> Bus:
 
     Raises:
         BrokenError: no server there, wrong credentials, or no answer in time; one line that says which.
+        ConfigError: the credentials file is none.
     Cancel: nothing is left open.
     """
     # nats-py takes 0.1 s to import; who runs in memory doesn't pay for it.
