@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from rlbus.bus import Bus
 from rlbus.config import BusConfig
-from rlbus.connecting import connect_bus, open_kv, open_objects
+from rlbus.connecting import connect_bus, kv_there, open_kv, open_objects
+from rlbus.controller.leader import leader_of
 from rlbus.controller.reign import announce, reign
 from rlbus.controller.service import Controller, Settings
+from rlbus.errors import ConfigError
 from rlbus.schemas import Lease
 
 if TYPE_CHECKING:
@@ -38,12 +40,13 @@ async def serve(
     It leads, or stands by while another one does, which `on_standby` is told. A running op is taken back first: an
     update is undone like any cancelled one. All of the stop takes at most `settings.stop_s` + CLOSE_S. A second signal
     drops what is being undone. `on_ready` is called once requests are taken, each time that it begins to lead.
-    `is_single`: without lease and journal, for a server without JetStream; nobody checks that it is the only one.
+    `is_single`: without lease and journal, for a server without JetStream; of others, only one with a lease is noticed.
     `http`: also listen there; `on_http` is told the base URL, before anything else. None: no HTTP.
 
     Raises:
         BrokenError: no server, wrong credentials, or no answer within `config.connect_s`.
-        ConfigError: a setting is wrong, the server has no JetStream, or `http` can't listen where it is told to.
+        ConfigError: a setting is wrong, the server has no JetStream, `http` can't listen where it is told to, or
+            `is_single` and somebody leads by a lease.
     Cancel: stops as a signal does.
     """
     stopping = asyncio.Event() if stop is None else stop
@@ -52,6 +55,7 @@ async def serve(
         _http_side(bus, config.namespace, http, on_http),
     ):
         if is_single:
+            await _check_alone(bus, config.namespace)
             serving = _serve_single(bus, config.namespace, settings, on_ready)
         else:
             kv = await open_kv(bus, config.namespace)
@@ -90,6 +94,17 @@ async def _http_side(
         if on_http is not None:
             on_http(url)
         yield
+
+
+async def _check_alone(bus: Bus, namespace: str) -> None:
+    kv = kv_there(bus, namespace)
+    try:
+        leader = await leader_of(kv)
+    finally:
+        kv.close()
+    if leader is not None:
+        problem = f"{leader.name} leads there by a lease; stop it, or start this one without --single, to stand by"
+        raise ConfigError("--single in namespace", namespace, problem)
 
 
 async def _serve_single(

@@ -110,6 +110,12 @@ class Journal:
         """Ops of leaders before this one that have no end, oldest first."""
         return tuple(e for e in self.entries if e.item.status is None and e.item.term < self.term)
 
+    @property
+    def newest_term(self) -> int:
+        """The largest term of a leader that wrote here; 0: none did."""
+        marks = [mark.term for mark in (self.mark, self.lora_mark) if mark is not None]
+        return max((*marks, *(max(e.item.term, e.item.settled_by or 0) for e in self.entries)), default=0)
+
     def newest(self, limit: int) -> tuple[HistoryItem, ...]:
         """For people, newest first."""
         return tuple(entry.item for entry in reversed(self.entries[-limit:]))

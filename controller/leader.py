@@ -1,8 +1,10 @@
 """Who leads: the holder of a lease in the store. Everybody else stands by, and takes over when it ends.
 
-Invariants: the revision of the lease's first write is the term, so each leader's is above all before; nobody compares
-dates (the store counts the TTL, each process its own seconds since its last confirmed write); a leader stops acting
-STEP_DOWN_S after it *sent* the last write that was confirmed, which is before the store lets anybody else in.
+Invariants: a term is taken by writing it over the last one that was taken, by compare-and-set and always above it, so
+no two are the same and none goes back; it is also at least the revision of the lease's first write, and above each that
+a worker was seen to know (`LeaseHolder.note_term`). Nobody compares dates (the store counts the TTL, each process its
+own seconds since its last confirmed write); a leader stops acting STEP_DOWN_S after it *sent* the last write that was
+confirmed, which is before the store lets anybody else in.
 """
 
 import asyncio
@@ -14,12 +16,13 @@ from dataclasses import dataclass, replace
 from rlbus._clock import Clock
 from rlbus._kv import Kv
 from rlbus.codec import decode, encode
-from rlbus.errors import BrokenError, ConflictError, DeadlineError
-from rlbus.schemas import Lease
+from rlbus.errors import BrokenError, ConflictError, DeadlineError, DecodeError
+from rlbus.schemas import Lease, TermMark
 
 _log = logging.getLogger("rlbus.controller")
 
 LEASE_KEY = "lease"
+TERM_KEY = "term"
 # Source of these four: issue 3 wants a standby that serves within 5 s of the leader's death. The worst case is TTL_S,
 # POLL_S, the journal and a round of hellos (controller.succession: 0.3 s, up to 1 s when an op was left behind), and
 # what a loaded machine adds; 3.0 to 3.3 s were measured without an op. facts/nats.md C21 has 6, 2 and 4 s, which can't
@@ -59,6 +62,8 @@ class LeaseHolder:
 
     def __init__(self, kv: Kv, clock: Clock, *, name: str) -> None:
         self.tenure: Tenure | None = None
+        # The largest term that workers were seen to know.
+        self._seen_term = 0
         self._kv = kv
         self._lease = Lease(holder=uuid.uuid4().hex, name=name, since=clock.now())
 
@@ -80,11 +85,13 @@ class LeaseHolder:
                 if there is None:
                     sent_s = loop.time()
                     revision = await self._kv.create(LEASE_KEY, encode(self._lease), ttl_s=TTL_S)
-                    self.tenure = Tenure(revision, revision, sent_s)
-                    return self.tenure
+                    self.tenure = await self._with_term(Tenure(0, revision, sent_s))
+                    if self.tenure is not None:
+                        return self.tenure
+                    continue
                 holder: Lease = decode(there.value, Lease, LEASE_KEY)
                 if holder.holder == self._lease.holder:
-                    # Taken in a try whose answer was lost: how long it still holds can't be known.
+                    # Taken in a try whose answer was lost (how long it still holds can't be known), or without a term.
                     await self._kv.delete(LEASE_KEY, there.revision)
                     continue
                 if not is_told and on_standby is not None:
@@ -95,6 +102,17 @@ class LeaseHolder:
             except (BrokenError, DeadlineError) as exc:
                 _log.info("standing by; the lease can't be read: %s", exc)
             await asyncio.sleep(POLL_S)
+
+    async def note_term(self, seen: int) -> None:
+        """Workers have seen this term: whoever leads next takes one above it, and this process in any case.
+
+        Cancel: it may be written down.
+        """
+        self._seen_term = max(self._seen_term, seen)
+        try:
+            await self._take_term(0)
+        except (BrokenError, ConflictError, DeadlineError) as exc:
+            _log.warning("that workers have seen term %d isn't written down: %s", seen, exc)
 
     async def keep(self) -> str:
         """Renew until it is lost; says why. From then on `is_held` is false.
@@ -142,6 +160,31 @@ class LeaseHolder:
         self.tenure = tenure.renewed(revision, sent_s)
         return None
 
+    async def _with_term(self, tenure: Tenure) -> Tenure | None:
+        """Of a lease that was just taken; None: no term could be taken as long as it holds."""
+        loop = asyncio.get_running_loop()
+        while not tenure.is_over(loop.time()):
+            try:
+                term = await self._take_term(tenure.revision)
+            except (BrokenError, ConflictError, DeadlineError) as exc:
+                _log.warning("no term is taken yet: %s", exc)
+                await asyncio.sleep(RETRY_S)
+                continue
+            return None if tenure.is_over(loop.time()) else replace(tenure, term=term)
+        return None
+
+    async def _take_term(self, at_least: int) -> int:
+        """A term above all that were taken or seen, written down. Raises: as `Kv.update`; it may be taken then."""
+        there = await self._kv.get(TERM_KEY)
+        taken = 0 if there is None else _taken(there.value)
+        term = max(at_least, taken + 1, self._seen_term + 1)
+        value = encode(TermMark(term=term))
+        if there is None:
+            await self._kv.create(TERM_KEY, value)
+        else:
+            await self._kv.update(TERM_KEY, value, there.revision)
+        return term
+
     async def _judge_conflict(self, tenure: Tenure) -> str | None:
         """Another revision stands there: another holder's, or our own of a renewal whose answer was lost."""
         try:
@@ -156,3 +199,28 @@ class LeaseHolder:
         # Not confirmed as of now: it was written by an earlier try. The next one will be.
         self.tenure = replace(tenure, revision=there.revision)
         return None
+
+
+async def leader_of(kv: Kv) -> Lease | None:
+    """Who leads, and lives: a lease that its holder doesn't renew is waited out. None: nobody, or no store answers.
+
+    Cancel: leaves nothing.
+    """
+    try:
+        if await kv.get(LEASE_KEY) is None:
+            return None
+        await asyncio.sleep(TTL_S + POLL_S)
+        there = await kv.get(LEASE_KEY)
+    except (BrokenError, DeadlineError) as exc:
+        _log.info("no leader is found: %s", exc)
+        return None
+    return None if there is None else decode(there.value, Lease, LEASE_KEY)
+
+
+def _taken(value: bytes) -> int:
+    try:
+        mark: TermMark = decode(value, TermMark, TERM_KEY)
+    except DecodeError as exc:
+        _log.error("the last term can't be read: %s; going on above what workers have seen", exc)
+        return 0
+    return mark.term

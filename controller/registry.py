@@ -34,6 +34,9 @@ MAX_MEMBERS = 20_000
 FORGET_AFTER_S = 3600.0
 # A tick that comes later than this many of its intervals says that we stood still ourselves, and heard nobody.
 MAX_TICK_INTERVALS = 8
+# A term that a worker says it has seen is believed up to here, half of what workers take (rlbus.workers.lifecycle,
+# MAX_TERM): one that says nonsense must not use up the terms. Those of leaders are milliseconds, 2000 times smaller.
+MAX_SEEN_TERM = 2**52
 # Names listed in one message to a person, before "and N more".
 MAX_NAMES = 8
 
@@ -114,6 +117,8 @@ class Registry:
     _ticked_at_s: float | None = None
     # Messages refused here or by `screening`: contradictory, beyond reason, or over MAX_MEMBERS. Only grows.
     num_refused: int = 0
+    # Largest term that any worker said it has seen.
+    newest_term: int = 0
 
     @property
     def version(self) -> Version | None:
@@ -414,6 +419,8 @@ class Registry:
         )
         self._claim_url(self._members.get(worker), member)
         self._members[worker] = member
+        if message.status.term <= MAX_SEEN_TERM:
+            self.newest_term = max(self.newest_term, message.status.term)
         if message.status.epoch is not None:
             self.saw_epoch(message.status.epoch)
         weights = message.status.weights

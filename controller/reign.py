@@ -21,6 +21,9 @@ _log = logging.getLogger("rlbus.controller")
 
 # Until the server has the subscriptions of a controller that begins, in seconds.
 READY_S = 5.0
+# Between two leaderships that end because workers have seen a larger term. Another leader on the same subjects, with a
+# store of its own, would answer each of our terms with one of its.
+OUTRANKED_PAUSE_S = 10.0
 
 
 async def announce(controller: Controller, bus: Bus, on_ready: Callable[[Controller], None] | None) -> None:
@@ -58,13 +61,18 @@ async def reign(
     objects = open_objects(bus, namespace)
     # While nobody leads a client must not hear "nobody listens": there is a controller, which will lead in a moment.
     present = bus.transport.subscribe(subjects.all_control(namespace), lambda _: None)
+    loop = asyncio.get_running_loop()
+    pause_until_s = 0.0
     try:
         while True:
             tenure = await holder.acquire(on_standby)
             _log.info("this controller leads namespace %s, term %d", namespace, tenure.term)
             journal = Journal(kv, bus.clock, tenure.term)
             try:
-                why = await _lead(holder, journal, fenced, namespace, settings, on_ready, objects)
+                why, seen = await _lead(holder, journal, fenced, namespace, settings, on_ready, objects, pause_until_s)
+                if seen is not None:
+                    await holder.note_term(seen)
+                    pause_until_s = loop.time() + OUTRANKED_PAUSE_S
             finally:
                 await holder.release()
             _log.warning("this controller doesn't lead any more: %s; standing by", why)
@@ -82,8 +90,11 @@ async def _lead(
     settings: Settings | None,
     on_ready: Callable[[Controller], None] | None,
     objects: Objects,
-) -> str:
-    """One leadership, from its first look into the journal until it is lost; why it was."""
+    pause_until_s: float,
+) -> tuple[str, int | None]:
+    """One leadership, from its first look into the journal until it is lost; why it was, and the larger term if it was
+    for one (not for one that workers have seen before `pause_until_s`).
+    """
     assert holder.tenure is not None
     term = holder.tenure.term
     loop = asyncio.get_running_loop()
@@ -92,13 +103,17 @@ async def _lead(
     try:
         while not await _is_open(journal):
             if keeping.done():
-                return keeping.result()
+                return keeping.result(), None
             await asyncio.sleep(RETRY_S)
+        if journal.newest_term > term:  # of a store whose last term was lost
+            return f"the journal has term {journal.newest_term}, ours is {term}", journal.newest_term
         controller = Controller(bus, namespace, settings=settings, term=term, journal=journal, objects=objects)
         writing = loop.create_task(journal.run(), name="journal")
         announcing = loop.create_task(announce(controller, bus, on_ready), name="announce")
-        tasks += [writing, announcing]
-        return await _serve(controller, journal, keeping, writing)
+        outranked = loop.create_task(_outranked(controller, pause_until_s), name="outranked")
+        tasks += [writing, announcing, outranked]
+        why = await _serve(controller, journal, {keeping, writing, outranked})
+        return why, controller.registry.newest_term if outranked.done() and holder.is_held else None
     finally:
         for task in tasks:
             task.cancel()
@@ -114,21 +129,23 @@ async def _is_open(journal: Journal) -> bool:
     return True
 
 
-async def _serve(
-    controller: Controller,
-    journal: Journal,
-    keeping: asyncio.Task[str],
-    writing: asyncio.Task[str],
-) -> str:
-    """Run the controller until the lease is lost, or the journal is somebody else's; why."""
+async def _outranked(controller: Controller, pause_until_s: float) -> str:
+    """Wait until workers have seen a larger term, and the pause is over; says so. Cancel: leaves nothing."""
+    await controller.outranked.wait()
+    await asyncio.sleep(max(0.0, pause_until_s - asyncio.get_running_loop().time()))
+    return f"workers have seen term {controller.registry.newest_term}, ours is {controller.term}"
+
+
+async def _serve(controller: Controller, journal: Journal, ends: set[asyncio.Task[str]]) -> str:
+    """Run the controller until one of `ends` does, each of which says why; that."""
     running = asyncio.get_running_loop().create_task(controller.run(), name="controller")
     is_lost = True
     try:
-        waited: set[asyncio.Task[Any]] = {running, keeping, writing}
+        waited: set[asyncio.Task[Any]] = {running, *ends}
         done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if running in done:
             running.result()
-        return keeping.result() if keeping in done else writing.result()
+        return next(end.result() for end in ends if end in done)
     except asyncio.CancelledError:
         is_lost = False
         raise

@@ -100,8 +100,8 @@ class Settings:
 class Controller:
     """One controller. `run` it; there must be one per namespace, which `rlbus.controller.reign` sees to by a lease.
 
-    Its term is that of the lease. Without one (`rlbus controller --single`) it is the millisecond of its start, so that
-    one that was restarted is newer than the one before, with or without a lease (`rlbus.connecting.open_kv`).
+    Its term comes with the lease. Without one (`rlbus controller --single`) it is the millisecond of its start, so that
+    one that was restarted is newer than the one before; a leader with a lease then takes a larger one (`outranked`).
     `journal` is what it writes down and finds left behind; None: nothing. `objects` is where adapters may come from,
     which it frees of what was unloaded.
     """
@@ -122,6 +122,8 @@ class Controller:
         self.registry = Registry(namespace, term=self.term, tick_s=TICK_S)
         # Set when requests are taken.
         self.ready = asyncio.Event()
+        # Set when a worker has seen a larger term than ours, so that it refuses us.
+        self.outranked = asyncio.Event()
         # Requests that could not be decoded, or were on the wrong subject. Only grows.
         self.num_bad_requests = 0
         # Requests that came while nothing could be answered: disconnected, or the lease was over. Only grows.
@@ -185,12 +187,15 @@ class Controller:
             self._greeter.greet((*self.settings.components, *known))
             if self._succession is not None:
                 await self._succession.listen()
+                if self._is_outranked():  # settled under this term, what was left behind would be lost
+                    await asyncio.Event().wait()
                 self._succession.begin_takeovers()
             requests = subjects.all_control(self.namespace)
             subscriptions.append(self._bus.subscribe(requests, ControlRequest, self._on_control, self._on_bad_request))
             self.ready.set()
             while True:
                 await asyncio.sleep(TICK_S)
+                self._is_outranked()
                 self._hearing.tick()
                 self._waiting.check()
                 self._giving_way.tick(loop.time())
@@ -208,6 +213,12 @@ class Controller:
                 for subscription in subscriptions:
                     subscription.unsubscribe()
                 stop_watching()
+
+    def _is_outranked(self) -> bool:
+        if self.registry.newest_term > self.term and not self.outranked.is_set():
+            _log.error("workers have seen term %d, ours is %d: they refuse us", self.registry.newest_term, self.term)
+            self.outranked.set()
+        return self.outranked.is_set()
 
     def view(self) -> FleetView:
         """The fleet as it is known now."""

@@ -14,6 +14,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import nats.errors
@@ -23,7 +24,7 @@ from nats.aio.msg import Msg
 from rlbus._supervised import SupervisedTransport
 from rlbus._transport import Handler, Message
 from rlbus.config import BusConfig
-from rlbus.errors import BrokenError
+from rlbus.errors import BrokenError, ConfigError
 
 _log = logging.getLogger("rlbus.nats")
 
@@ -54,8 +55,11 @@ async def connect_nats(config: BusConfig, *, name: str) -> SupervisedTransport:
 
     Raises:
         BrokenError: no server there, wrong credentials, or no answer in time; one line that says which.
+        ConfigError: the credentials file is none.
     Cancel: nothing is left open.
     """
+
+    _check_creds(config)
 
     async def open_connection(limit_s: float) -> NatsConnection:
         return await NatsConnection.open(config, name=name, limit_s=limit_s, on_dropped=transport.count_dropped)
@@ -87,14 +91,31 @@ class _Native:
     handle: Any = None
 
 
+class _Client(Client):  # type: ignore[misc,unused-ignore]
+    """Says nothing to a server that isn't encrypted if that was asked for: nats-py takes one without TLS behind a tls://
+    URL, too, and tells it the credentials (facts/nats.md B11).
+    """
+
+    def __init__(self, is_encrypted: bool) -> None:
+        super().__init__()
+        self._is_encrypted = is_encrypted
+
+    def _connect_command(self) -> bytes:
+        stream = getattr(self._transport, "_io_writer", None)
+        if self._is_encrypted and (stream is None or stream.get_extra_info("ssl_object") is None):
+            raise nats.errors.Error("it doesn't ask for TLS, which tls:// needs; nothing was told to it")
+        command: bytes = super()._connect_command()
+        return command
+
+
 class NatsConnection:
     """One client of nats-py, with the only task that writes to it. Made by `open`; see `_supervised.Connection`."""
 
-    def __init__(self, where: str, on_dropped: Callable[[], None]) -> None:
+    def __init__(self, where: str, on_dropped: Callable[[], None], is_encrypted: bool) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._where = where
         self._on_dropped = on_dropped
-        self._client = Client()
+        self._client = _Client(is_encrypted)
         # Publishes, and subscriptions to open or close, in the order in which they were asked for.
         self._outbox: deque[_Publish | _Native] = deque()
         self._outbox_bytes = 0
@@ -115,7 +136,8 @@ class NatsConnection:
             BrokenError: one line that says why there is no connection.
         Cancel: nothing is left open.
         """
-        connection = cls(f"NATS server at {config.url}", on_dropped)
+        is_encrypted = any(server.startswith("tls:") for server in config.servers)
+        connection = cls(f"NATS server at {config.url}", on_dropped, is_encrypted)
         try:
             await connection._connect(config, name, limit_s)
         except BaseException:
@@ -201,7 +223,7 @@ class NatsConnection:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_USER_TIMEOUT_MS)
 
     def _socket(self) -> Any:
-        """None over WebSocket, and before there is a connection."""
+        """None before there is a connection."""
         stream = getattr(self._client._transport, "_io_writer", None)
         return None if stream is None else stream.get_extra_info("socket")
 
@@ -305,14 +327,25 @@ class NatsConnection:
         return receive
 
 
+def _check_creds(config: BusConfig) -> None:
+    """What nats-py would only find out in the middle of the handshake, and tell in its own words."""
+    if config.creds_file is None:
+        return
+    try:
+        text = Path(config.creds_file).read_text(errors="replace")
+    except OSError as exc:
+        raise ConfigError("creds_file", config.creds_file, f"it can't be read: {exc.strerror}") from exc
+    for part in ("BEGIN NATS USER JWT", "BEGIN USER NKEY SEED"):
+        if part not in text:
+            raise ConfigError("creds_file", config.creds_file, f"it is no NATS credentials file: no line with {part}")
+
+
 def _credentials(config: BusConfig) -> dict[str, Any]:
     found = {
         "token": config.token,
         "user": config.user,
         "password": config.password,
         "user_credentials": config.creds_file,
-        # A plaintext server behind a tls:// URL is accepted otherwise (facts/nats.md B11).
-        "tls_handshake_first": True if config.url.startswith("tls") else None,
     }
     return {name: value for name, value in found.items() if value is not None}
 

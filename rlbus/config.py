@@ -2,7 +2,7 @@
 
 | variable | field | meaning |
 |---|---|---|
-| `RLBUS_URL` | `url` | `nats://host:port`, also several with commas, also with `token@` or `user:password@` |
+| `RLBUS_URL` | `url` | `nats://host:port` or `tls://`, several with commas; also with `token@`, `user:password@` |
 | `RLBUS_NAMESPACE` | `namespace` | fleet; "default" |
 | `RLBUS_TOKEN` | `token` | NATS token |
 | `RLBUS_USER`, `RLBUS_PASSWORD` | `user`, `password` | NATS user |
@@ -21,7 +21,7 @@ from rlbus.schemas.ids import is_token
 
 DEFAULT_NAMESPACE = "default"
 DEFAULT_CONNECT_S = 5.0
-SCHEMES = ("nats", "tls", "ws", "wss")
+SCHEMES = ("nats", "tls")
 
 # field -> environment variable
 ENV_NAMES: dict[str, str] = {
@@ -140,5 +140,5 @@ def _split(text: str) -> SplitResult:
     except ValueError:
         is_bad = True
     if is_bad:
-        raise ConfigError("url", shown, "use nats://host:port (or tls, ws, wss)")
+        raise ConfigError("url", shown, "use nats://host:port or tls://host:port (there is no WebSocket)")
     return parts

@@ -143,6 +143,7 @@ from rlbus.schemas.journal import (
     Lease,
     MemberBefore,
     MutationRequest,
+    TermMark,
 )
 from rlbus.schemas.lora_ops import (
     FleetLora,
@@ -376,6 +377,7 @@ __all__ = [
     "Target",
     "TensorSpec",
     "TensorSum",
+    "TermMark",
     "TransferFleet",
     "TransferStep",
     "Token",

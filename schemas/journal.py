@@ -78,8 +78,14 @@ class FleetMark(Wire, frozen=True, kw_only=True):
 
 
 class Lease(Wire, frozen=True, kw_only=True):
-    """Who leads: `holder` is unique for each process. The revision of its first write is the term."""
+    """Who leads: `holder` is unique for each process."""
 
     holder: str
     name: str
     since: float
+
+
+class TermMark(Wire, frozen=True, kw_only=True):
+    """The largest term that any leader took. It stays when leases end: the next leader takes one above it."""
+
+    term: int

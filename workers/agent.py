@@ -405,12 +405,13 @@ class Agent:
             return
         tensors, outside = (None, None) if record is not None else self._look_outside(command)
         now = self._bus.clock.now()
-        arrived = Arrived(command, route, is_unicast, now, record, tensors, outside)
-        (action,) = self.apply(arrived)
+        (action,) = self.apply(Arrived(command, route, is_unicast, now, record, tensors, outside))
         match action:
             case Ignore():
                 pass
             case Refuse():
+                if action.fault.code is FaultCode.STALE_TERM:  # whoever leads under it shall know which is the newest
+                    self._heartbeat.soon()
                 self.refuse(command, reply, action.fault)
             case Join():
                 self._join(action.record, command, reply)

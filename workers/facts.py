@@ -101,4 +101,4 @@ def is_visible(before: WorkerState, after: WorkerState) -> bool:
 
 def _visible(state: WorkerState) -> object:
     commanded = state.weights, state.draft, _kind(state.pause), state.epoch, state.asleep, state.adapters
-    return commanded, work_of(state.running, 0.0)
+    return state.term, commanded, work_of(state.running, 0.0)

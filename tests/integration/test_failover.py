@@ -210,6 +210,33 @@ def test_the_leader_survives_a_server_that_is_stopped_and_started() -> None:
     asyncio.run(main())
 
 
+def test_single_is_refused_beside_a_leader_and_its_term_is_outgrown_by_the_next() -> None:
+    """Two that lead would contradict each other. Alone it leads, and who leads by a lease after it goes above it."""
+
+    async def main() -> None:
+        async with stage_of_two() as (stage, first, second):
+            single = Process(stage.server.url, "controller", "--single")
+            assert await asyncio.to_thread(single.popen.wait, LIMIT_S) == 2
+            assert "leads there by a lease" in single.end()
+            for process in (first, second):
+                process.popen.terminate()
+                await asyncio.to_thread(process.popen.wait, LIMIT_S)
+            single = Process(stage.server.url, "controller", "--single")
+            assert (await single.document())["role"] == "leader"
+            await stage.client.wait_ready(num_workers=2, deadline_s=LIMIT_S)
+            await stage.client.pause()
+            before = await stage.client.status()
+            single.end()
+            third = Process(stage.server.url, "controller")
+            try:
+                await stage.term_above(before.term)
+                assert (await stage.client.resume()).status is OpStatus.OK
+            finally:
+                third.end()
+
+    asyncio.run(main())
+
+
 def test_without_jetstream_it_says_what_to_do_and_single_runs_without() -> None:
     """One clear line and 2; with --single it leads, and has no history."""
 

@@ -257,3 +257,27 @@ def test_process_that_was_called_in_a_wrong_way_is_not_started_again(tmp_path: P
         assert log.read_text() == "usage\n"
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_wrong_options_are_none_once_it_was_up(tmp_path: Path) -> None:
+    """A disk or a port that is away for a moment ends it with 2, too: it is started again, as after any death."""
+    lives_file = tmp_path / "lives"
+    script = f"""
+        import os
+        with open({str(lives_file)!r}, "a+") as lives:
+            lives.write("x")
+            lives.seek(0)
+            num = len(lives.read())
+        if num == 1:
+            os.write(int(os.environ["RLBUS_BEAT_FD"]), b"r")
+            raise SystemExit(1)
+        raise SystemExit(2)
+    """
+
+    async def main() -> None:
+        stand_in = command(script, tmp_path / "pids")
+        code = await keep_running(stand_in, replace(HOW, log=tmp_path / "log"), restarts(3), asyncio.Event())
+        assert code == EXIT_GAVE_UP
+        assert len(lives_file.read_text()) == 1 + 3
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))

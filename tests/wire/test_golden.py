@@ -377,6 +377,7 @@ EXAMPLES += (
     (s.CatchUpTask, s.CatchUpTask(op_id="op-1", version=V1, workers=(s.worker_id("backend", "7"),))),
     (s.FleetMark, s.FleetMark(term=4, version=V1, rolled_back_from=V2, snapshot=SNAPSHOT)),
     (s.Lease, s.Lease(holder="h1", name="host/7", since=1.5)),
+    (s.TermMark, s.TermMark(term=4)),
     (s.LoraSource, s.FolderSource(path="/adapters/policy/7")),
 )
 

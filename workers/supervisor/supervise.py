@@ -25,7 +25,8 @@ from rlbus.workers.supervisor.restarts import Restarts
 _log = logging.getLogger("rlbus.workers")
 
 EXIT_GAVE_UP = 1
-# Status of a process that was called in a wrong way (argparse's, and ours): a restart would change nothing.
+# Status of a process that was called in a wrong way (argparse's, and ours): a restart would change nothing. Once one
+# life has been up, the options are right, and what is wrong is a disk or a port, for now.
 EXIT_USAGE = 2
 # Of `rlbus worker`: there is no server to connect to. Source: rlbus.cli.output.ExitCode.NOTHING_THERE.
 EXIT_NO_BUS = 4
@@ -74,25 +75,28 @@ async def keep_running(command: WorkerCommand, how: Supervision, restarts: Resta
     """Start the process, and again whenever it ends, until `stopped` is set (0) or `restarts` gives up.
 
     One that only found no bus hasn't died: it is started again every NO_BUS_PAUSE_S, for as long as that takes. A start
-    that fails (the program is just being replaced, the machine is short of memory) counts as an end.
+    that fails (the program is just being replaced, the machine is short of memory) counts as an end. One that was
+    called in a wrong way (EXIT_USAGE) is not started again, unless some life was up before.
 
     Raises: ConfigError: the program was never there. Cancel: the process is stopped, and killed after STOP_S.
     """
     loop = asyncio.get_running_loop()
-    has_run = False
+    has_run = was_up = False
     while True:
         began_s = loop.time()
+        life = _Life(command, how)
         code: int | None
         try:
-            code, has_run = await _Life(command, how).run(stopped), True
+            code, has_run = await life.run(stopped), True
             ended = f"the process ended with status {code} after {loop.time() - began_s:.0f} s"
         except _StartError as exc:
             if not has_run and exc.is_programs:
                 raise ConfigError("command", command.argv[0], f"can't be started: {exc}") from exc
             code, ended = None, f"the process can't be started: {exc}"
+        was_up = was_up or life.was_up
         if stopped.is_set():
             return 0
-        if code == EXIT_USAGE:
+        if code == EXIT_USAGE and not was_up:
             _log.error("worker %s: the process ended with status %d, called in a wrong way", how.who, code)
             return code
         if code == EXIT_NO_BUS:
@@ -133,6 +137,8 @@ class _Life:
         self._command = command
         self._how = how
         self._boot_id = new_boot_id()
+        # Whether it could be reached on the bus at some time.
+        self.was_up = False
         # What was seen of the process and those below it last.
         self._tree: list[Process] = []
 
@@ -141,11 +147,12 @@ class _Life:
         how = self._how
         async with contextlib.AsyncExitStack() as stack:
             child, hearing = await self._start(stack)
-            hearing.listen(lambda: how.on_ready(child.pid))
+            hearing.listen(lambda: self._is_up(child.pid))
             _log.info("worker %s: process %d starts", how.who, child.pid)
             try:
                 code = await self._until_end(child, hearing, stopped)
-                if not stopped.is_set() and code not in (EXIT_USAGE, EXIT_NO_BUS):  # those were never there
+                # With those two statuses it was never there, as a rule.
+                if not stopped.is_set() and (self.was_up or code not in (EXIT_USAGE, EXIT_NO_BUS)):
                     how.on_death(self._boot_id, f"its process ended with status {code}")
                 return code
             finally:
@@ -170,6 +177,10 @@ class _Life:
         except OSError as exc:
             raise _StartError(exc, command.argv[0]) from exc
         return child, hearing
+
+    def _is_up(self, pid: int) -> None:
+        self.was_up = True
+        self._how.on_ready(pid)
 
     async def _until_end(self, child: Child, hearing: Hearing, stopped: asyncio.Event) -> int:
         restart = self._how.restart

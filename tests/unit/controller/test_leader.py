@@ -8,9 +8,20 @@ import pytest
 
 from rlbus._kv import CALL_LIMIT_S
 from rlbus.codec import encode
-from rlbus.controller.leader import LEASE_KEY, POLL_S, RENEW_S, RETRY_S, STEP_DOWN_S, TTL_S, LeaseHolder, Tenure
+from rlbus.controller.leader import (
+    LEASE_KEY,
+    POLL_S,
+    RENEW_S,
+    RETRY_S,
+    STEP_DOWN_S,
+    TERM_KEY,
+    TTL_S,
+    LeaseHolder,
+    Tenure,
+    leader_of,
+)
 from rlbus.controller.succession import LOOK_S
-from rlbus.schemas import Lease
+from rlbus.schemas import Lease, TermMark
 from rlbus.testing import Faults, LoopClock, MemoryBroker, MemoryKv, MemoryTransport, run
 
 pytestmark = pytest.mark.unit
@@ -175,6 +186,82 @@ def test_a_lease_of_somebody_else_in_its_place_is_lost_at_once() -> None:
         await kv.create(LEASE_KEY, encode(Lease(holder="x", name="other", since=0.0)), ttl_s=TTL_S)
         assert await a.keep() == "other leads now"
         assert not a.is_held
+
+    with_two(scenario)
+
+
+def test_a_leader_takes_a_term_above_the_one_that_workers_have_seen() -> None:
+    """Whoever leads next: the one that was told, or another one, also much later."""
+
+    async def scenario(_: MemoryTransport, a: LeaseHolder, b: LeaseHolder) -> None:
+        first = await a.acquire()
+        await a.note_term(1_000)
+        await a.release()
+        second = await b.acquire()
+        await asyncio.sleep(TTL_S)  # it dies, and nothing but the store remembers its term
+        third = await a.acquire()
+        assert first.term < 1_000 < second.term < third.term
+
+    with_two(scenario)
+
+
+def test_a_term_that_couldnt_be_noted_is_still_known_to_the_process() -> None:
+    """The store is silent at that moment: who was told takes a larger one all the same."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        await a.acquire()
+        near.broker.partition(near)
+        await a.note_term(1_000)
+        near.broker.heal(near)
+        assert (await a.acquire()).term > 1_000
+
+    with_two(scenario)
+
+
+def test_no_two_leaders_share_a_term_while_answers_of_the_store_are_lost() -> None:
+    """Terms only grow, whoever takes them, and whatever of it was heard."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, b: LeaseHolder) -> None:
+        near.faults = Faults(drop=0.3, only="$KV.>")
+        terms: list[int] = []
+        for number in range(40):
+            holder = (a, b)[number % 2]
+            terms.append((await holder.acquire()).term)
+            await holder.note_term(terms[-1] + number % 3)
+            await asyncio.sleep(TTL_S)
+        assert terms == sorted(set(terms))
+
+    with_two(scenario)
+
+
+def test_a_last_term_that_cant_be_read_is_written_anew() -> None:
+    """It costs nobody the leadership."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        await MemoryKv(near).create(TERM_KEY, b"{")
+        assert (await a.acquire()).term == 2
+        there = await MemoryKv(near).get(TERM_KEY)
+        assert there is not None
+        assert there.value == encode(TermMark(term=2))
+
+    with_two(scenario)
+
+
+def test_a_leader_that_lives_is_told_from_a_lease_that_ends() -> None:
+    """Whoever must be alone asks: one that renews leads, one that was killed a moment ago doesn't."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        kv = MemoryKv(near)
+        assert await leader_of(kv) is None
+        await a.acquire()
+        keeping = asyncio.create_task(a.keep())
+        there = await leader_of(kv)
+        assert there is not None
+        assert there.name == "a"
+        keeping.cancel()
+        assert await leader_of(kv) is None
+        near.broker.partition(near)
+        assert await leader_of(kv) is None
 
     with_two(scenario)
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlbus.controller import registry as registry_module
 from rlbus.controller.liveness import MAX_INTERVAL_S
-from rlbus.controller.registry import FORGET_AFTER_S, Gone, Joined, Registry, Updated
+from rlbus.controller.registry import FORGET_AFTER_S, MAX_SEEN_TERM, Gone, Joined, Registry, Updated
 from rlbus.controller.testing import V6, V7, announcement
 from rlbus.schemas import (
     Generation,
@@ -411,6 +411,14 @@ def test_whom_nobody_heard_is_left_out_until_it_announces_itself() -> None:
     assert [m.worker for m in registry.addressable(ALL)] == [W2]
     registry.hear(announcement("backend/1", seq=2), 3.0)
     assert (liveness(registry), reason(registry)) == (Liveness.ALIVE, None)
+
+
+def test_the_newest_term_is_the_largest_that_a_worker_may_say() -> None:
+    """What only nonsense reaches is not believed: terms must not be used up."""
+    registry = Registry("test", term=5)
+    for number, term in enumerate((6, 9, MAX_SEEN_TERM + 1, 2**53 - 1, 7)):
+        registry.hear(announcement(f"backend/{number + 1}", term=term), 0.0)
+    assert registry.newest_term == 9
 
 
 def test_a_worker_that_has_seen_a_newer_term_refuses_us_and_says_so() -> None:

@@ -54,6 +54,8 @@ def test_secrets_are_shown_nowhere(url: str) -> None:
     [
         ({"url": "http://host:1"}, "url"),
         ({"url": ""}, "url"),
+        ({"url": "ws://host:1"}, "url"),
+        ({"url": "nats://host:1,wss://s3cret@host:1"}, "url"),
         ({"url": "nats://"}, "url"),
         ({"url": "nats://s3cret@host:notaport"}, "url"),
         ({"url": "nats://host:1/path"}, "url"),
