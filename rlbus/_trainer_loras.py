@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlbus._calls import Calls, one_call
 from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, FleetClient
 from rlbus.errors import ConfigError
@@ -19,7 +20,9 @@ class TrainerLoras:
 
     # The client of the controller.
     fleet: FleetClient
+    _calls: Calls
 
+    @one_call
     async def load_lora(
         self,
         name: str,

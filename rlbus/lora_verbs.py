@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from rlbus._calls import Calls, one_call
 from rlbus._conversation import ProgressHandler, check_finite
 from rlbus.adapter import AdapterError, adapter_sum
 from rlbus.adapter_objects import upload
@@ -51,7 +52,9 @@ class LoraVerbs:
     bus: Bus
     namespace: str
     caller: str
+    _calls: Calls
 
+    @one_call
     async def load_lora(
         self,
         name: str,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rlbus._calls import Calls, one_call
 from rlbus._catching_up import CatchUpService
 from rlbus._conversation import (
     FAILOVER_S,
@@ -117,7 +118,9 @@ class Trainer(TrainerLoras):
         caller: str = "trainer",
         snapshots: Snapshots | None = None,
     ) -> None:
-        self.fleet = FleetClient(bus, namespace, caller=caller)
+        # Those of `fleet` are ours.
+        self._calls = Calls("trainer")
+        self.fleet = FleetClient(bus, namespace, caller=caller, calls=self._calls)
         # The last version that some worker took from us, None before the first; the same of the draft model.
         self.version: Version | None = None
         self.draft_version: Version | None = None
@@ -155,6 +158,7 @@ class Trainer(TrainerLoras):
             on_progress=on_progress,
         )
 
+    @one_call
     async def update_weights(
         self,
         weights: Weights,
@@ -200,6 +204,7 @@ class Trainer(TrainerLoras):
             PartialError: nobody is at the new version, or fewer than `require` (None: with "stop", fewer than all);
                 `.report` has one outcome per worker, and what each was left in.
             DeadlineError: no report in time. BrokenError: no controller, or it went away.
+            ClosedError: the trainer is closed, or was meanwhile: as a cancel.
         Cancel: the op is taken back and the group left, which takes at most 30 s (weights that other ranks read with us
             are read to their end, in at most 120 s). The controller then ends it as any other failed update: undone
             before the first byte, dirty and reported after it, done if it was committed.
@@ -247,7 +252,11 @@ class Trainer(TrainerLoras):
         return report
 
     async def aclose(self) -> None:
-        """Leave the group and free the data plane. Idempotent. Cancel: the plane may still be open."""
+        """End the calls that run, leave the group and free the data plane. Idempotent.
+
+        A call that runs takes its op back first, as if it was cancelled. Cancel: the plane may still be open.
+        """
+        await self._calls.aclose()
         await self._catch_ups.aclose()
         await self._plane.aclose()
 
