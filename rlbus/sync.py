@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from rlbus._announcing import Weights
 from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
 from rlbus.errors import BrokenError, ClosedError
@@ -27,7 +28,7 @@ from rlbus.reports import UpdateReport
 from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, SleepTag, SnapshotKind, Target, Version
 from rlbus.schemas.loras import DEFAULT_DRAIN_S
 from rlbus.session import Session, connect
-from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S, Weights
+from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S
 from rlbus.trainer import Trainer as AsyncTrainer
 from rlbus.transfer.plane import SenderPlane
 
