@@ -94,7 +94,7 @@ def one_call(
     """A coroutine method that is one of its owner's `_calls`."""
 
     @functools.wraps(method)
-    async def within(self: OwnerT, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def within(self: OwnerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._calls.one():
             return await method(self, *args, **kwargs)
 

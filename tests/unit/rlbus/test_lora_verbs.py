@@ -60,7 +60,7 @@ def test_a_load_whose_folder_hangs_ends_at_its_deadline_and_keeps_no_process_ali
     async def body() -> None:
         async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
             trainer = Trainer(bus, NAMESPACE, ScriptedPlane())
-            adapter = {} if "config" in options else folder
+            adapter: Any = {} if "config" in options else folder
             with pytest.raises(DeadlineError, match=r"lora_load did not end within 0\.1 s: the adapter"):
                 await trainer.load_lora("policy", adapter, deadline_s=0.1, **options)
             await trainer.aclose()

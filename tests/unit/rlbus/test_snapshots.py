@@ -63,6 +63,13 @@ def v(step: int) -> Version:
     return Version(step=step)
 
 
+def until_written() -> None:
+    """Wait for those that nobody waits for."""
+    for thread in threading.enumerate():
+        if thread.name == "rlbus snapshot":
+            thread.join(60.0)
+
+
 class Keeper:
     """A trainer's snapshots, and what was recorded."""
 
@@ -189,6 +196,7 @@ def test_who_has_left_does_not_wait_for_a_slow_disk(monkeypatch: pytest.MonkeyPa
         disk.set()
 
     asyncio.run(scenario())
+    until_written()
     assert keeper.kept() == [1]
 
 
@@ -212,9 +220,7 @@ def test_a_cancelled_end_is_done_in_the_background_and_tidies_nothing_that_began
         disk.set()
 
     asyncio.run(scenario())
-    for thread in threading.enumerate():
-        if thread.name == "rlbus snapshot":
-            thread.join(60.0)
+    until_written()
     assert (keeper.kept(), keeper.made[v(1)].is_discarded, len(keeper.tidied)) == ([2], True, 1)
 
 
