@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rlbus import subjects
+from rlbus._deadline import MIN_LEFT_S
 from rlbus.bus import Bus, ReplyStream
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError, UnansweredError, error_from_fault
 from rlbus.schemas import (
@@ -70,8 +71,6 @@ OUTAGE_S = 40.0
 CANCEL_LIMIT_S = 5.0
 CANCEL_SILENCE_S = 1.0
 CANCEL_RETRY_S = 0.25
-# A request that is sent at its very deadline is still given this long, so that it is answered rather than expired.
-MIN_DEADLINE_S = 0.1
 
 
 def op_name(request: ControlRequest) -> str:
@@ -149,7 +148,7 @@ async def converse(
             end = wait.give_up(exc, loop.time())
             if end is not None:
                 raise end from exc
-            await asyncio.sleep(patience.retry_s)
+            await asyncio.sleep(wait.retry_s(loop.time()))
             continue
         if isinstance(last, Refusal):
             raise error_of_refusal(last, request)
@@ -233,8 +232,20 @@ class _Wait:
 
     def limit_s(self, now: float) -> float:
         """How long the next reply may take. Called once for each send before the first."""
-        silence_s = next(self.silences) if self.heard_at is None else self.patience.silence_s
-        return max(0.001, min(silence_s, self.end - now))
+        if self.heard_at is None:
+            return max(0.001, min(next(self.silences), self.started + self.first_answer_s - now))
+        return max(0.001, min(self.patience.silence_s, self.end - now))
+
+    @property
+    def first_answer_s(self) -> float:
+        """How long the first reply may take, from the start."""
+        deadline_s = self.request.deadline_s
+        return deadline_s if self.patience.awaits_controller else min(deadline_s, self.patience.first_answer_s)
+
+    def retry_s(self, now: float) -> float:
+        """How long to wait before it is sent again."""
+        until_s = self.end if self.heard_at is not None else self.started + self.first_answer_s
+        return max(0.0, min(self.patience.retry_s, until_s - now))
 
     def request_at(self, now: float) -> ControlRequest:
         """What to send now. A repeat equals the first, or the controller would refuse it; but whoever waits for the
@@ -243,14 +254,14 @@ class _Wait:
         if self.heard_at is not None or not self.patience.awaits_controller:
             return self.request
         left_s = self.started + self.request.deadline_s - now
-        return msgspec.structs.replace(self.request, deadline_s=max(MIN_DEADLINE_S, round(left_s, 1)))
+        return msgspec.structs.replace(self.request, deadline_s=max(MIN_LEFT_S, round(left_s, 1)))
 
     def give_up(self, exc: DeadlineError | BrokenError, now: float) -> RLBusError | None:
         """The error that ends it all, or None: send again."""
         op, deadline_s = op_name(self.request), self.request.deadline_s
         nobody = isinstance(exc, BrokenError) and self.bus.transport.is_connected
         if self.heard_at is None:
-            limit_s = deadline_s if self.patience.awaits_controller else min(deadline_s, self.patience.first_answer_s)
+            limit_s = self.first_answer_s
             is_over = now >= self.started + limit_s
             has_no_hope = not self.patience.awaits_controller and now >= self.started + self.patience.nobody_s
             if nobody and (is_over or has_no_hope):

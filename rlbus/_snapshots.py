@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from rlbus.errors import ConfigError
 from rlbus.schemas import OpStatus, SnapshotKind, SnapshotOffer, TensorSpec, UpdateWeights, Version
+from rlbus.transfer.bounded import run_in_thread
 from rlbus.transfer.plane import WeightSource
 
 _log = logging.getLogger("rlbus.trainer")
@@ -191,8 +192,9 @@ class Snapshots:
             return
         is_committed = status in (OpStatus.OK, OpStatus.PARTIAL)
         ended = self._note(Kept(request, specs, source.snapshot), is_committed)
-        # Not to_thread: a cancelled one that waits for a thread is dropped.
-        ending = asyncio.get_running_loop().run_in_executor(None, self._end, source.snapshot, ended, is_committed)
+        # In a thread that keeps no process alive. Not awaited here: it goes on when we are cancelled.
+        end = partial(self._end, source.snapshot, ended, is_committed)
+        ending = asyncio.ensure_future(run_in_thread(end, name="rlbus snapshot"))
         await asyncio.wait({ending}, timeout=LEFT_LIMIT_S if status is None else SETTLE_LIMIT_S)
         if ending.done():
             ending.result()

@@ -1,17 +1,21 @@
 """The part of `rlbus.AsyncTrainer` that is about adapters: a folder of the trainer, or what it has in memory."""
 
-import asyncio
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlbus._conversation import ProgressHandler
+from rlbus._calls import Calls, one_call
+from rlbus._conversation import ProgressHandler, check_finite
+from rlbus._deadline import Deadline
+from rlbus.adapter_objects import THREAD
 from rlbus.client import EVERYBODY, FleetClient
 from rlbus.errors import ConfigError
 from rlbus.lora_verbs import LOAD_DEADLINE_S, UNLOAD_DEADLINE_S
 from rlbus.schemas import PauseMode, Report, Target
 from rlbus.schemas.loras import DEFAULT_DRAIN_S
+from rlbus.transfer.bounded import run_in_thread
 
 
 class TrainerLoras:
@@ -19,7 +23,9 @@ class TrainerLoras:
 
     # The client of the controller.
     fleet: FleetClient
+    _calls: Calls
 
+    @one_call
     async def load_lora(
         self,
         name: str,
@@ -69,8 +75,13 @@ class TrainerLoras:
             raise ConfigError("config", config, "tensors need their LoraConfig, and can't be shared as a folder")
         from rlbus.transfer.adapter_folder import write_adapter
 
-        with tempfile.TemporaryDirectory(prefix="rlbus-adapter-") as folder:
-            await asyncio.to_thread(write_adapter, Path(folder), adapter, config)
+        check_finite("deadline_s", deadline_s)
+        deadline = Deadline("lora_load", deadline_s)
+        # A thread that is left behind may still write there.
+        with tempfile.TemporaryDirectory(prefix="rlbus-adapter-", ignore_cleanup_errors=True) as folder:
+            write = partial(write_adapter, Path(folder), adapter, config)
+            await deadline.bound(run_in_thread(write, name=THREAD), "the adapter is still being written to a folder")
+            options["deadline_s"] = deadline.left_s()
             return await self.fleet.load_lora(name, folder, target, **options)
 
     async def unload_lora(

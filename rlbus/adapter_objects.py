@@ -6,7 +6,6 @@ here holds more than a few parts in memory; a fetch that fails leaves nothing th
 the folder it writes to is thrown away by its owner.
 """
 
-import asyncio
 import hashlib
 import struct
 import threading
@@ -14,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 
@@ -29,8 +28,8 @@ from rlbus.transfer.bounded import run_in_thread, start_in_thread
 # Before everything: the length of the header, which is JSON.
 _LENGTH = struct.Struct(">I")
 MAX_HEADER_BYTES = 4096
-# Name of the threads that write.
-_THREAD = "rlbus adapter"
+# Name of the threads that read and write.
+THREAD = "rlbus adapter"
 
 
 class PackedFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,7 +55,7 @@ async def upload(objects: Objects, namespace: str, folder: Path) -> Uploaded:
     Raises: AdapterError: the folder is none, or changed while it was read. What `Objects.put` raises.
     Cancel: parts may be there, which nobody sees, until their TTL.
     """
-    checksum = (await asyncio.to_thread(adapter_sum, folder)).checksum
+    checksum = (await run_in_thread(partial(adapter_sum, folder), name=THREAD)).checksum
     digest = hashlib.sha256()
 
     async def hashed() -> AsyncGenerator[bytes, None]:
@@ -77,22 +76,26 @@ async def pieces_of(folder: Path, hashes: AdapterHash) -> AsyncGenerator[bytes, 
 
     Raises: AdapterError: a file is missing, or can't be read. Cancel: leaves nothing.
     """
-    files = [PackedFile(name, await asyncio.to_thread(_size_of, folder / name)) for name in ADAPTER_FILES]
+    sizes = await run_in_thread(lambda: [_size_of(folder / name) for name in ADAPTER_FILES], name=THREAD)
+    files = [PackedFile(name, num_bytes) for name, num_bytes in zip(ADAPTER_FILES, sizes, strict=True)]
     header = msgspec.json.encode(files)
     yield _LENGTH.pack(len(header)) + header
     for file in files:
         path, left, digest = folder / file.name, file.num_bytes, hashlib.sha256()
+        opened = _File(path, "rb")
         try:
-            with path.open("rb") as opened:
-                while left:
-                    piece = await asyncio.to_thread(opened.read, min(left, PART_BYTES))
-                    if not piece:
-                        raise AdapterError(str(path), "became shorter while it was read")
-                    left -= len(piece)
-                    digest.update(piece)
-                    yield piece
+            await run_in_thread(opened.open, name=THREAD)
+            while left:
+                piece = await run_in_thread(partial(opened.read, min(left, PART_BYTES)), name=THREAD)
+                if not piece:
+                    raise AdapterError(str(path), "became shorter while it was read")
+                left -= len(piece)
+                digest.update(piece)
+                yield piece
         except OSError as exc:
             raise AdapterError(str(path), exc.strerror or type(exc).__name__) from exc
+        finally:
+            start_in_thread(opened.close, name=THREAD)
         hashes.add(file.name, file.num_bytes, digest.hexdigest())
 
 
@@ -163,18 +166,18 @@ class _Reader:
 
     async def to_file(self, path: Path, num_bytes: int, source: ObjectSource) -> None:
         """The next `num_bytes` into a new file, in threads that can be left behind: its disk may hang."""
-        file = _NewFile(path)
+        file = _File(path, "xb")
         try:
-            await run_in_thread(file.open, name=_THREAD)
+            await run_in_thread(file.open, name=THREAD)
             while num_bytes:
                 part = self._rest or await self._next(source)
                 part, self._rest = part[:num_bytes], part[num_bytes:]
-                await run_in_thread(partial(file.write, part), name=_THREAD)
+                await run_in_thread(partial(file.write, part), name=THREAD)
                 num_bytes -= len(part)
         except BaseException:
-            start_in_thread(file.close, name=_THREAD)
+            start_in_thread(file.close, name=THREAD)
             raise
-        await run_in_thread(file.close, name=_THREAD)
+        await run_in_thread(file.close, name=THREAD)
 
     async def end(self, source: ObjectSource) -> None:
         """Nothing may follow."""
@@ -188,20 +191,26 @@ class _Reader:
         return part
 
 
-class _NewFile:
-    """A file that is written in threads, of which one that hangs may be left behind: closing waits for that one."""
+class _File:
+    """One that threads read or write, of which one that hangs may be left behind: closing waits for that one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: Literal["rb", "xb"]) -> None:
         self._path = path
+        self._mode: Literal["rb", "xb"] = mode
         self._lock = threading.Lock()
         self._file: BinaryIO | None = None
         self._is_closed = False
 
     def open(self) -> None:
-        """Make it, unless it was closed meanwhile. Raises OSError."""
+        """Open or make it, unless it was closed meanwhile. Raises OSError."""
         with self._lock:
             if not self._is_closed:
-                self._file = self._path.open("xb")
+                self._file = self._path.open(self._mode)
+
+    def read(self, num_bytes: int) -> bytes:
+        """The next ones. Raises OSError."""
+        with self._lock:
+            return b"" if self._file is None else self._file.read(num_bytes)
 
     def write(self, part: bytes) -> None:
         """At its end. Raises OSError."""
@@ -210,7 +219,7 @@ class _NewFile:
                 self._file.write(part)
 
     def close(self) -> None:
-        """No more is written. Idempotent. Raises OSError."""
+        """No more is read or written. Idempotent. Raises OSError."""
         with self._lock:
             self._is_closed = True
             file, self._file = self._file, None

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from rlbus import subjects
+from rlbus._calls import Calls, one_call
 from rlbus._conversation import (
     CONTROLLER,
     DEFAULT_PATIENCE,
@@ -129,13 +130,15 @@ class EventStream:
 class FleetClient(LoraVerbs):
     """Asks the controller of one namespace. Made by `rlbus.connect(...)` as `.fleet`; it owns nothing to close.
 
-    `caller` is shown in events and in the log of who did what.
+    `caller` is shown in events and in the log of who did what. `calls` are those that whoever made it ends when it is
+    closed; they raise ClosedError then.
     """
 
-    def __init__(self, bus: Bus, namespace: str, *, caller: str = "python") -> None:
+    def __init__(self, bus: Bus, namespace: str, *, caller: str = "python", calls: Calls | None = None) -> None:
         self.bus = bus
         self.namespace = namespace
         self.caller = caller
+        self._calls = Calls("fleet client") if calls is None else calls
 
     async def pause(
         self,
@@ -160,6 +163,7 @@ class FleetClient(LoraVerbs):
         Raises (as every verb does): RefusedError tree: refused, nothing changed. PartialError: failed or partial.
             ConfigError: a word is none, or a number is nan or infinite.
             DeadlineError: not ended within `deadline_s`. BrokenError: no controller, or it went away meanwhile.
+            ClosedError: the session or trainer is closed, or was meanwhile: as a cancel.
         Cancel (every verb): the controller is asked to take the op back, which takes at most 5 s, and ends it by
             itself: a pause is undone (one that had ended by then holds), a reload is undone up to its loading and
             finished after that; of a resume, flush or abort, workers go on with what they were sent.
@@ -402,6 +406,7 @@ class FleetClient(LoraVerbs):
         first = await self._view(request, on_progress, Patience(awaits_controller=True))
         return await whole_view(first, self._pages(QUESTION_DEADLINE_S))
 
+    @one_call
     async def cancel(self, op_id: str, *, deadline_s: float = QUESTION_DEADLINE_S) -> None:
         """Take an op back. It ends like any other failure, and its report goes to who asked for it.
 
@@ -462,6 +467,7 @@ class FleetClient(LoraVerbs):
             raise BrokenError(CONTROLLER, f"answered {op_name(request)} with a report instead of a view of the fleet")
         return last
 
+    @one_call
     async def _converse(
         self, request: ControlRequest, on_progress: ProgressHandler | None, patience: Patience
     ) -> OpResult | FleetView | HistoryView:

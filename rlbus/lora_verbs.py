@@ -9,12 +9,15 @@ Requests then name "policy@7", or "policy" for the newest revision.
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlbus._calls import Calls, one_call
 from rlbus._conversation import ProgressHandler, check_finite
+from rlbus._deadline import Deadline
 from rlbus.adapter import AdapterError, adapter_sum
-from rlbus.adapter_objects import upload
+from rlbus.adapter_objects import THREAD, upload
 from rlbus.bus import Bus
 from rlbus.connecting import open_objects
 from rlbus.errors import BusyError, ConfigError, RefusedError, RLBusError
@@ -33,6 +36,7 @@ from rlbus.schemas import (
     is_lora_name,
 )
 from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S
+from rlbus.transfer.bounded import run_in_thread
 
 _log = logging.getLogger("rlbus.client")
 
@@ -51,7 +55,9 @@ class LoraVerbs:
     bus: Bus
     namespace: str
     caller: str
+    _calls: Calls
 
+    @one_call
     async def load_lora(
         self,
         name: str,
@@ -76,6 +82,7 @@ class LoraVerbs:
             folder: read here and put into the bus's store; with `shared`, the path under which every worker reads it,
                 below one of its adapter roots.
             revision: None takes the name's next one. One that was given before stands for the same bytes for ever.
+            deadline_s: for all of it, reading the folder and storing its files included.
             checksum: of the files, for a shared folder that can't be read here; else it is computed.
             hot_swap: replace the newest older revision in its place without a pause, if every engine can do that.
             evict_idle: where all places are taken, idle older revisions of the name make room.
@@ -90,10 +97,13 @@ class LoraVerbs:
         if revision is not None and not 1 <= revision <= MAX_REVISION:
             raise ConfigError("revision", revision, f"use 1 to {MAX_REVISION}, or none for the next one")
         check_finite("deadline_s", deadline_s)  # before files are put into the store
-        source, found = await self._source(Path(folder), shared, checksum)
+        deadline = Deadline("lora_load", deadline_s)
+        reading = self._source(Path(folder), shared, checksum)
+        source, found = await deadline.bound(reading, "the adapter's files are not all read and stored")
         request = LoadLoraFleet(
             op_id=self._op_id(op_id),
-            deadline_s=deadline_s,
+            # One that joins has to say the same as the first.
+            deadline_s=deadline.left_s() if op_id is None else deadline_s,
             caller=self.caller,
             name=name,
             source=source,
@@ -160,7 +170,7 @@ class LoraVerbs:
             if not folder.is_absolute():
                 raise ConfigError("folder", str(folder), "give the absolute path under which the workers see it")
             if checksum is None:
-                checksum = (await asyncio.to_thread(adapter_sum, folder)).checksum
+                checksum = (await run_in_thread(partial(adapter_sum, folder), name=THREAD)).checksum
             return FolderSource(path=str(folder)), checksum
         objects = open_objects(self.bus, self.namespace)
         try:

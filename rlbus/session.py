@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from rlbus._addresses import is_elsewhere, is_loopback, own_address_towards
+from rlbus._calls import Calls
 from rlbus._snapshots import open_snapshots
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
@@ -37,7 +38,9 @@ class Session:
         self._caller = caller
         # Our address as the bus sees it; None: everything is on this machine.
         self._host = host
-        self.fleet = FleetClient(bus, namespace, caller=default_caller("python") if caller is None else caller)
+        self._calls = Calls("session")
+        name = default_caller("python") if caller is None else caller
+        self.fleet = FleetClient(bus, namespace, caller=name, calls=self._calls)
         self._trainers: list[Trainer] = []
         self._is_closed = False
 
@@ -78,12 +81,17 @@ class Session:
         return trainer
 
     async def aclose(self) -> None:
-        """Close trainers, then the connection. Idempotent. Cancel: the connection is dropped at once."""
+        """End the calls that run, close trainers, then the connection. Idempotent.
+
+        Whoever waits for such a call gets ClosedError, after its op was taken back, in at most 5 s; of an update, see
+        `Trainer.update_weights`. Cancel: the connection is dropped at once.
+        """
         self._is_closed = True
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.bus.aclose)
             for trainer in self._trainers:
                 stack.push_async_callback(trainer.aclose)
+            stack.push_async_callback(self._calls.aclose)
 
 
 @contextlib.asynccontextmanager

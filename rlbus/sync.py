@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from rlbus._announcing import Weights
 from rlbus._conversation import ProgressHandler
 from rlbus.client import EVERYBODY, READY_DEADLINE_S
 from rlbus.errors import BrokenError, ClosedError
@@ -27,7 +28,7 @@ from rlbus.reports import UpdateReport
 from rlbus.schemas import FleetView, OnFailure, PauseMode, Report, SleepTag, SnapshotKind, Target, Version
 from rlbus.schemas.loras import DEFAULT_DRAIN_S
 from rlbus.session import Session, connect
-from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S, Weights
+from rlbus.trainer import DEFAULT_BUCKET_BYTES, DEFAULT_STALL_S, UPDATE_DEADLINE_S
 from rlbus.trainer import Trainer as AsyncTrainer
 from rlbus.transfer.plane import SenderPlane
 
@@ -63,7 +64,7 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             problem = RuntimeError("called from a callback on rlbus' own thread, where it would wait for itself")
         elif not self._thread.is_alive():
-            problem = ClosedError("trainer") if self._is_stopped else self._broken()
+            problem = self._broken()
         if problem is not None:
             work.close()
             raise problem from self._death
@@ -77,6 +78,8 @@ class LoopThread:
                     raise self._broken() from self._death
             if self._death is not None:  # then it is cancelled, or has what ended the loop
                 raise self._broken() from self._death
+            if self._is_stopped and isinstance(call.ended.exception(), concurrent.futures.CancelledError):
+                raise self._broken()  # it ran when the loop ended
             return call.ended.result()
         except BaseException:
             if not call.ended.done() and self.is_alive:
@@ -95,7 +98,10 @@ class LoopThread:
         except RuntimeError as exc:  # closed since we looked
             raise self._broken() from (self._death or exc)
 
-    def _broken(self) -> BrokenError:
+    def _broken(self) -> ClosedError | BrokenError:
+        """Why no call can be made."""
+        if self._death is None and self._is_stopped:
+            return ClosedError("trainer")
         return BrokenError("rlbus' own thread", f"it has ended by {self._death!r}; open a new trainer")
 
     def stop(self) -> None:
@@ -216,7 +222,11 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Leave the group and disconnect, within 60 s. Idempotent."""
+        """Leave the group and disconnect, within 60 s. Idempotent.
+
+        A call that another thread waits for is ended first, as by Ctrl-C there, and raises ClosedError. One that reads
+        weights together with other ranks reads them to their end before, within 120 s.
+        """
         if self._loop is None or self._trainer is None:
             return
         self._trainer = None

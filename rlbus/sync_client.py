@@ -45,7 +45,7 @@ class BusWeightSyncClient:
 
     Raises (every method): RefusedError tree: nothing changed (no such route, the fleet has changed since init, ...).
         PartialError: it failed on a worker; `report` has one outcome for each. DeadlineError. BrokenError: no
-        controller. ClosedError: outside of the `with` statement.
+        controller. ClosedError: outside of the `with` statement, or it was left meanwhile.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class BusWeightSyncClient:
         self.close()
 
     def close(self) -> None:
-        """Disconnect. The group stays; `shutdown_weight_transfer_engine` ends it. Idempotent."""
+        """Disconnect. The group stays; `shutdown_weight_transfer_engine` ends it. Idempotent.
+
+        A step that another thread waits for is taken back first, in at most 5 s, and raises ClosedError there.
+        """
         with self._lock:
             session, self._session = self._session, None
         if self._loop is None or session is None:

@@ -13,40 +13,36 @@ the group runs in threads.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 
 import msgspec
 
+from rlbus._announcing import Announced, Manifests, Weights, check_size, read_source
+from rlbus._calls import Calls, one_call
 from rlbus._catching_up import CatchUpService
 from rlbus._conversation import (
     FAILOVER_S,
     OUTAGE_S,
     Patience,
     ProgressHandler,
-    ask,
     converse,
     fate_of,
-    no_controller,
     show_progress,
-    silences,
     take_back,
 )
+from rlbus._deadline import Deadline
 from rlbus._sending import SenderHalf, SenderState, SendOrder
 from rlbus._snapshots import Kept, Snapshots
 from rlbus._trainer_loras import TrainerLoras
 from rlbus.bus import Bus
 from rlbus.client import EVERYBODY, READY_DEADLINE_S, FleetClient, as_pause_mode
-from rlbus.codec import MAX_MESSAGE_BYTES, encode
 from rlbus.errors import (
     BrokenError,
     ConfigError,
     DeadlineError,
     FaultError,
     PartialError,
-    PayloadTooLargeError,
-    TransferError,
     refused,
 )
 from rlbus.reports import UpdateReport
@@ -61,21 +57,16 @@ from rlbus.schemas import (
     OpStatus,
     Outcome,
     PauseMode,
-    PutManifestPage,
     Report,
-    SenderSignal,
-    SenderStep,
     SnapshotOffer,
     Target,
     TensorSpec,
-    TensorSum,
     UpdateWeights,
     Version,
 )
 from rlbus.schemas.weights import MAX_VERSION_NUMBER
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
-from rlbus.transfer.manifest import compare, digest, pages
-from rlbus.transfer.one_pass import SharedReads, is_shared
+from rlbus.transfer.one_pass import SharedReads
 from rlbus.transfer.plane import SenderPlane, WeightSource
 
 # One bucket; the sender holds at most two beyond the source.
@@ -83,19 +74,8 @@ DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
 UPDATE_DEADLINE_S = 600.0
 # How long an update bears that no byte moves.
 DEFAULT_STALL_S = 30.0
-# A page of a manifest stays at half of what a message may have.
-PAGE_BYTES = MAX_MESSAGE_BYTES // 2
-PAGE_LIMIT_S = 10.0
-# The first silence after which a page is sent again; it doubles up to PAGE_LIMIT_S.
-PAGE_SILENCE_S = 1.0
-# Before a page is sent again while the connection is down.
-RECONNECT_PAUSE_S = 1.0
 # A manifest that the controller forgot is sent again at most this often per update.
 MAX_MANIFEST_RESENDS = 2
-
-# A module, a state dict, a re-iterable source of (name, tensor), or an object with `specs()` that yields the same.
-Weights = Any
-T = TypeVar("T")
 
 _log = logging.getLogger("rlbus.trainer")
 
@@ -117,7 +97,9 @@ class Trainer(TrainerLoras):
         caller: str = "trainer",
         snapshots: Snapshots | None = None,
     ) -> None:
-        self.fleet = FleetClient(bus, namespace, caller=caller)
+        # Those of `fleet` are ours.
+        self._calls = Calls("trainer")
+        self.fleet = FleetClient(bus, namespace, caller=caller, calls=self._calls)
         # The last version that some worker took from us, None before the first; the same of the draft model.
         self.version: Version | None = None
         self.draft_version: Version | None = None
@@ -126,7 +108,7 @@ class Trainer(TrainerLoras):
         self._plane = plane
         self._caller = caller
         self._group = SenderState()
-        self._put_digest: str | None = None
+        self._manifests = Manifests(bus, namespace, caller)
         self._running_op_id: str | None = None
         self._shared_reads = SharedReads()
         self._snapshots = Snapshots() if snapshots is None else snapshots
@@ -155,6 +137,7 @@ class Trainer(TrainerLoras):
             on_progress=on_progress,
         )
 
+    @one_call
     async def update_weights(
         self,
         weights: Weights,
@@ -186,8 +169,9 @@ class Trainer(TrainerLoras):
                 ended on everybody whom the loss has touched, and anything but a full success is an error. Weights that
                 other ranks read with us (DTensors) can't be sent twice: there it is always "stop".
             pause_mode: what a pause does with requests in flight: keep, wait or abort.
-            deadline_s: for all of it; `stall_s`: for no byte moving (with "retry" and several workers at least 12 s,
-                within which it is found who holds the others up).
+            deadline_s: for all of it, from the call on: also for reading what the source has.
+            stall_s: for no byte moving (with "retry" and several workers at least 12 s, within which it is found who
+                holds the others up).
             bucket_bytes: size of what is sent at once; the memory used beyond the weights is twice that.
             on_progress: called on the loop as the update moves on.
             check: False returns a report that isn't ok instead of raising for it.
@@ -200,29 +184,29 @@ class Trainer(TrainerLoras):
             PartialError: nobody is at the new version, or fewer than `require` (None: with "stop", fewer than all);
                 `.report` has one outcome per worker, and what each was left in.
             DeadlineError: no report in time. BrokenError: no controller, or it went away.
+            ClosedError: the trainer is closed, or was meanwhile: as a cancel.
         Cancel: the op is taken back and the group left, which takes at most 30 s (weights that other ranks read with us
             are read to their end, in at most 120 s). The controller then ends it as any other failed update: undone
             before the first byte, dirty and reported after it, done if it was committed.
         """
-        started = asyncio.get_running_loop().time()
         op_id = self._bus.new_id()
         step = as_version(version, incarnation)
-        given = await as_source(weights)
-        specs, manifest = await _read(lambda: _manifest_of(given))
-        policy = OnFailure.STOP if is_shared(given) else _as_on_failure(on_failure)
+        deadline = Deadline("update_weights", _positive("deadline_s", deadline_s))
+        given = await deadline.bound(read_source(weights), "the source still reads what it has")
+        policy = OnFailure.STOP if given.is_shared else _as_on_failure(on_failure)
         try:
-            async with self._alone(op_id), self._shared_reads.read_by_all(given) as source:
+            async with self._alone(op_id), self._shared_reads.read_by_all(given.source, given.is_shared) as source:
                 if not allow_rollback:
                     _check_grows(step, self.draft_version if draft else self.version)
-                await self._catch_ups.stop()
+                await deadline.bound(self._catch_ups.stop(), "a catch-up still runs")
                 request = UpdateWeights(
                     op_id=op_id,
-                    deadline_s=_positive("deadline_s", deadline_s),
+                    deadline_s=deadline.limit_s,
                     caller=self._caller,
                     version=step,
-                    manifest_digest=manifest,
+                    manifest_digest=given.digest,
                     backend=self._plane.backend,
-                    rendezvous=await self._plane.rendezvous(),
+                    rendezvous=await deadline.bound(self._plane.rendezvous(), "the data plane has no place to meet"),
                     sender_id=self._plane.sender_id,
                     num_trainer_ranks=self._plane.num_ranks,
                     bucket_bytes=_bucket_bytes(bucket_bytes),
@@ -236,18 +220,22 @@ class Trainer(TrainerLoras):
                     snapshot=SnapshotOffer() if draft else self._snapshots.offer(step, self._catch_ups.inbox),
                     is_draft=draft,
                 )
-                report, cause = await self._announce_and_run(request, source, specs, on_progress)
+                report, cause = await self._announce_and_run(request, source, given, deadline, on_progress)
         except FaultError as exc:
             if check:
                 raise
-            took_s = asyncio.get_running_loop().time() - started
+            took_s = asyncio.get_running_loop().time() - (deadline.until_s - deadline.limit_s)
             return UpdateReport(_refused_report(op_id, step, exc, took_s, draft))
         if check and not (report.ok or _is_borne(report.report, require, policy)):
             _raise_for_update(report, cause)
         return report
 
     async def aclose(self) -> None:
-        """Leave the group and free the data plane. Idempotent. Cancel: the plane may still be open."""
+        """End the calls that run, leave the group and free the data plane. Idempotent.
+
+        A call that runs takes its op back first, as if it was cancelled. Cancel: the plane may still be open.
+        """
+        await self._calls.aclose()
         await self._catch_ups.aclose()
         await self._plane.aclose()
 
@@ -267,58 +255,35 @@ class Trainer(TrainerLoras):
         self,
         request: UpdateWeights,
         source: WeightSource,
-        specs: tuple[TensorSpec, ...],
+        given: Announced,
+        deadline: Deadline,
         on_progress: ProgressHandler | None,
     ) -> tuple[UpdateReport, BaseException | None]:
         """Announce what will be sent, then run the op; a manifest that the controller forgot is announced again."""
-        _check_size(specs)
+        check_size(given.specs)
+        await self._manifests.put(given.specs, given.digest, deadline)
+        request = msgspec.structs.replace(request, deadline_s=deadline.left_s())
         for num_resends in range(MAX_MANIFEST_RESENDS + 1):
-            await self._put_manifest(specs, request.manifest_digest)
             try:
-                return await self._run(request, source, specs, on_progress)
+                return await self._run(request, source, given.specs, deadline, on_progress)
             except FaultError as exc:
                 if exc.code is not FaultCode.MANIFEST_UNKNOWN or num_resends == MAX_MANIFEST_RESENDS:
                     raise
-                # Under the same op_id: a copy of the request that is still under way may begin now, and is then joined.
-                self._put_digest = None
+                # The same request: a copy of it that is still under way may begin now, and is then joined.
+                self._manifests.forget()
+                await self._manifests.put(given.specs, given.digest, deadline)
         raise AssertionError("the loop above returns or raises")
-
-    async def _put_manifest(self, specs: Sequence[TensorSpec], manifest: str) -> None:
-        if manifest == self._put_digest:
-            return
-        for page in pages(specs, PAGE_BYTES):
-            message = PutManifestPage(op_id=self._bus.new_id(), deadline_s=PAGE_LIMIT_S, caller=self._caller, page=page)
-            await self._put_page(message)
-        self._put_digest = manifest
-
-    async def _put_page(self, message: PutManifestPage) -> None:
-        """One page, sent again while its answer is lost or nobody leads: a repeat changes nothing.
-
-        For OUTAGE_S; that nobody listens at all is borne for FAILOVER_S.
-        """
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        for silence_s in silences(PAGE_SILENCE_S, PAGE_LIMIT_S):
-            try:
-                await ask(self._bus, self._namespace, message, limit_s=silence_s)
-                return
-            except BrokenError as exc:
-                is_connected = self._bus.transport.is_connected
-                if loop.time() >= began_s + (FAILOVER_S if is_connected else OUTAGE_S):
-                    raise no_controller(self._namespace) if is_connected else exc from exc
-                await asyncio.sleep(RECONNECT_PAUSE_S)
-            except DeadlineError:
-                if loop.time() >= began_s + OUTAGE_S:
-                    raise
 
     async def _run(
         self,
         request: UpdateWeights,
         source: WeightSource,
         specs: tuple[TensorSpec, ...],
+        deadline: Deadline,
         on_progress: ProgressHandler | None,
     ) -> tuple[UpdateReport, BaseException | None]:
         """The op itself: hear the controller out while `SenderHalf` does what it says."""
+        last: OpResult | None = None
         status: OpStatus | None = None
         if not request.is_catch_up and not request.is_draft:
             source = self._snapshots.record(request, source, specs)
@@ -332,17 +297,21 @@ class Trainer(TrainerLoras):
                 half.on_reply(reply)
 
         try:
-            async with half:
-                last = await self._hear_out(request, half, on_reply)
-            status = last.report.status
-        finally:
-            self._group = half.state
-            await self._snapshots.settle(request, source, specs, status)
+            try:
+                async with half:
+                    last = await self._hear_out(request, half, deadline, on_reply)
+                    self._note_version(request, last.report.status)
+                status = last.report.status
+            finally:
+                self._group = half.state
+                # Whoever is caught up by it has all the time that the update had.
+                first = msgspec.structs.replace(request, deadline_s=deadline.limit_s)
+                await self._snapshots.settle(first, source, specs, status)
+        except asyncio.CancelledError as exc:
+            if last is not None:
+                exc.add_note(f"update op {request.op_id} had ended: {last.report.status.value}")
+            raise
         report = last.report
-        if report.status in (OpStatus.OK, OpStatus.PARTIAL) and request.is_draft:
-            self.draft_version = request.version
-        elif report.status in (OpStatus.OK, OpStatus.PARTIAL) and not request.is_catch_up:
-            self.version = request.version
         num_tensors, send_s = (0, 0.0) if half.sent is None else (half.sent.num_tensors, half.sent.send_s)
         return UpdateReport(report, num_tensors, send_s), half.cause
 
@@ -357,17 +326,18 @@ class Trainer(TrainerLoras):
             allow_rollback=True,
             is_catch_up=True,
         )
-        self._put_digest = None  # a controller that began since then may not have it
-        await self._put_manifest(kept.specs, request.manifest_digest)
-        report, cause = await self._run(request, kept.source, kept.specs, None)
+        deadline = Deadline("catch-up", request.deadline_s)
+        self._manifests.forget()  # a controller that began since then may not have it
+        await self._manifests.put(kept.specs, request.manifest_digest, deadline)
+        report, cause = await self._run(request, kept.source, kept.specs, deadline, None)
         if not report.ok:
             _raise_for_update(report, cause)
 
     async def _hear_out(
-        self, request: UpdateWeights, half: SenderHalf, on_reply: Callable[[ControlReply], None]
+        self, request: UpdateWeights, half: SenderHalf, deadline: Deadline, on_reply: Callable[[ControlReply], None]
     ) -> OpResult:
         try:
-            patience = Patience(nobody_s=FAILOVER_S, first_answer_s=OUTAGE_S)
+            patience = Patience(nobody_s=FAILOVER_S, first_answer_s=min(OUTAGE_S, deadline.left_s()))
             last = await converse(self._bus, self._namespace, request, on_reply=on_reply, patience=patience)
         except (asyncio.CancelledError, DeadlineError, BrokenError) as exc:
             # Nobody will tell us any more when to leave, and nobody here waits for the op.
@@ -378,6 +348,14 @@ class Trainer(TrainerLoras):
         if not isinstance(last, OpResult):
             raise BrokenError(f"controller of namespace {self._namespace}", "answered an update without a report")
         return last
+
+    def _note_version(self, request: UpdateWeights, status: OpStatus) -> None:
+        if status not in (OpStatus.OK, OpStatus.PARTIAL):
+            return
+        if request.is_draft:
+            self.draft_version = request.version
+        elif not request.is_catch_up:
+            self.version = request.version
 
 
 def as_version(version: int | Version, incarnation: int) -> Version:
@@ -394,55 +372,6 @@ def as_version(version: int | Version, incarnation: int) -> Version:
         if not 0 <= number <= MAX_VERSION_NUMBER:
             raise ConfigError("version", str(meant), f"use numbers from 0 to {MAX_VERSION_NUMBER}")
     return meant
-
-
-async def as_source(weights: Weights) -> WeightSource:
-    """What `update_weights` was given, as a source of announced tensors. Cancel: leaves nothing.
-
-    Raises: ConfigError: it is none of module, state dict, re-iterable source; or torch isn't installed.
-    """
-    if isinstance(weights, WeightSource):
-        return weights
-    try:
-        from rlbus.transfer.source import weight_source
-    except ImportError as exc:
-        raise ConfigError("weights", type(weights).__name__, 'needs torch: pip install "rlbus[torch]"') from exc
-    return await _read(lambda: weight_source(weights))
-
-
-async def _read(work: Callable[[], T]) -> T:
-    """Run what calls the user's source in a thread. Cancel: the thread goes on, its result is dropped.
-
-    Raises: TransferError: it raised what is no Exception (SystemExit), which would end the event loop, not the update.
-    """
-
-    def guarded() -> T:
-        try:
-            return work()
-        except Exception:
-            raise
-        except BaseException as exc:
-            raise TransferError("read the weights", f"the source raised {type(exc).__name__}: {exc}") from exc
-
-    return await asyncio.to_thread(guarded)
-
-
-def _manifest_of(source: WeightSource) -> tuple[tuple[TensorSpec, ...], str]:
-    specs = source.specs()
-    if not specs:
-        raise ConfigError("weights", "", "there is no tensor in it")
-    compare(specs, specs)  # refuses a name that comes twice
-    return specs, digest(specs)
-
-
-def _check_size(specs: Sequence[TensorSpec]) -> None:
-    """Refuse what could not be reported afterwards: all checksums have to fit one message."""
-    sums = tuple(TensorSum(name=spec.name, checksum="0" * 16) for spec in specs)
-    try:
-        encode(SenderSignal(op_id="x" * 64, of_op_id="x" * 64, epoch=0, step=SenderStep.SENT, sums=sums))
-    except PayloadTooLargeError as exc:
-        message = f"{len(specs)} tensors are too many for one update: {exc}"
-        raise refused(FaultCode.TOO_LARGE, message, num_tensors=len(specs)) from exc
 
 
 def _is_int(value: object) -> bool:

@@ -4,6 +4,7 @@ The threads are daemons: an abandoned one doesn't keep the process alive.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -143,8 +144,7 @@ async def run_in_thread(work: Callable[[], T], *, name: str) -> T:
             ended.set_result(None)
 
     def on_done() -> None:
-        # A closed loop has nobody left who waits.
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # a closed loop has nobody left who waits
             loop.call_soon_threadsafe(wake)
 
     job = _Job(work, name)

@@ -24,7 +24,7 @@ READ_REST_S = 120.0
 
 
 def is_shared(source: WeightSource) -> bool:
-    """Whether other ranks have to read it with us: it says so by an attribute of that name."""
+    """Whether other ranks have to read it with us: it says so by an attribute of that name. Blocks as reading does."""
     return bool(getattr(source, "is_shared", False))
 
 
@@ -36,13 +36,15 @@ class SharedReads:
         self._left: asyncio.Future[None] | None = None
 
     @asynccontextmanager
-    async def read_by_all(self, source: WeightSource) -> AsyncIterator[WeightSource]:
+    async def read_by_all(self, source: WeightSource, is_shared: bool) -> AsyncIterator[WeightSource]:
         """What to send in place of `source` in one update; if it is shared, it has been read to its end afterwards.
+
+        `is_shared`: what the function of that name said: it may read all of the source, for which no loop waits.
 
         Raises TransferError, before anything is read: a read of an update before has not ended.
         Cancel: as any other end: it is read to its end first, for at most READ_REST_S.
         """
-        if not is_shared(source):
+        if not is_shared:
             yield source
             return
         if self._left is not None and not self._left.done():

@@ -95,6 +95,21 @@ def test_the_first_silences_are_short_and_grow_until_the_controller_has_spoken()
     assert run(body()) == [1.0, 2.0, 4.0, 5.0, 5.0, 5.0, 1.0]
 
 
+@pytest.mark.parametrize("awaits", [False, True])
+def test_no_silence_before_the_first_reply_is_longer_than_what_is_left(awaits: bool) -> None:
+    """Of the deadline, or of what a first answer may take; an op that has begun has its grace."""
+
+    async def body() -> list[float]:
+        async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
+            patience = Patience(first_answer_s=4.0, retry_s=3.0, awaits_controller=awaits)
+            wait = _Wait(bus, "n", msgspec.structs.replace(REQUEST, deadline_s=8.0), patience, started=0.0)
+            waits = [wait.limit_s(0.0), wait.limit_s(1.0), wait.limit_s(3.0), wait.retry_s(3.5)]
+            wait.heard_at = 3.0
+            return [*waits, wait.limit_s(7.0), wait.retry_s(7.9)]
+
+    assert run(body()) == ([1.0, 2.0, 4.0, 3.0, 5.0, 3.0] if awaits else [1.0, 2.0, 1.0, 0.5, 5.0, 3.0])
+
+
 def test_a_disconnect_is_not_taken_for_a_missing_controller() -> None:
     """While our own connection is down nobody can be heard; that is borne like silence."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlbus.bus import Bus
+from rlbus.client import FleetClient
 from rlbus.config import BusConfig
 from rlbus.controller.service import Controller
 from rlbus.errors import (
@@ -198,6 +199,37 @@ def test_an_old_version_is_refused_by_the_controller_too() -> None:
             await other.update_weights(TRUE, version=5)
         assert (await other.update_weights(TRUE, version=4, allow_rollback=True)).ok
         assert set((await fleet.versions()).values()) == {Version(step=4)}
+
+    play(scenario)
+
+
+def test_closing_beside_an_update_frees_the_fleet_at_once() -> None:
+    """The controller hears that nobody waits for it any more; it need not find out by a deadline."""
+
+    async def scenario(fleet: Fleet) -> None:
+        task = asyncio.create_task(fleet.trainer.update_weights(TRUE, version=1))
+        await asyncio.sleep(2.0)
+        watching = FleetClient(Bus(fleet.broker.connect(), clock=LoopClock()), NAMESPACE)
+        assert (await watching.glance()).op_id is not None
+        await fleet.session.aclose()
+        with pytest.raises(ClosedError, match="trainer is closed"):
+            await task
+        await asyncio.sleep(2.0)
+        assert (await watching.glance()).op_id is None
+
+    play(scenario, plane=FakePlaneScript(send_s=60.0))
+
+
+def test_closing_a_session_ends_its_own_verbs_first() -> None:
+    """A wait for a fleet that never comes is taken back, and says that the session is closed."""
+
+    async def scenario(fleet: Fleet) -> None:
+        task = asyncio.create_task(fleet.session.fleet.wait_ready(num_workers=9))
+        await asyncio.sleep(2.0)
+        await fleet.session.aclose()
+        with pytest.raises(ClosedError, match="session is closed") as caught:
+            await task
+        assert "is taken back" in caught.value.__notes__[0]
 
     play(scenario)
 

@@ -101,7 +101,7 @@ def test_a_source_that_fails_on_the_way_to_its_end_replaces_no_error() -> None:
 
     async def body() -> None:
         with pytest.raises(KeyError):
-            async with SharedReads().read_by_all(Broken()):
+            async with SharedReads().read_by_all(Broken(), True):
                 raise KeyError("the update's own")
 
     asyncio.run(body())
@@ -123,7 +123,7 @@ def test_a_cancelled_update_goes_on_reading_and_the_next_begins_after_it() -> No
         reads, source = SharedReads(), Slow()
 
         async def refused() -> None:
-            async with reads.read_by_all(source):
+            async with reads.read_by_all(source, True):
                 raise KeyError("refused")
 
         first = asyncio.ensure_future(refused())
@@ -135,7 +135,7 @@ def test_a_cancelled_update_goes_on_reading_and_the_next_begins_after_it() -> No
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await first
-        async with reads.read_by_all(source) as once:
+        async with reads.read_by_all(source, True) as once:
             assert len(list(once)) == ALL
         assert order == [spec.name for spec in DEFAULT_TENSORS] * 2
 
@@ -155,10 +155,10 @@ def test_a_read_that_never_ends_is_in_the_way_of_the_next_and_says_so(monkeypatc
     async def body() -> None:
         reads = SharedReads()
         with pytest.raises(KeyError):
-            async with reads.read_by_all(Stuck()):
+            async with reads.read_by_all(Stuck(), True):
                 raise KeyError("refused")
         with pytest.raises(TransferError, match="start the trainer anew"):
-            async with reads.read_by_all(Shared()):
+            async with reads.read_by_all(Shared(), True):
                 pass
         gate.set()
 

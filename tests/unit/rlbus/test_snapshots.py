@@ -63,6 +63,13 @@ def v(step: int) -> Version:
     return Version(step=step)
 
 
+def until_written() -> None:
+    """Wait for those that nobody waits for."""
+    for thread in threading.enumerate():
+        if thread.name == "rlbus snapshot":
+            thread.join(60.0)
+
+
 class Keeper:
     """A trainer's snapshots, and what was recorded."""
 
@@ -189,6 +196,7 @@ def test_who_has_left_does_not_wait_for_a_slow_disk(monkeypatch: pytest.MonkeyPa
         disk.set()
 
     asyncio.run(scenario())
+    until_written()
     assert keeper.kept() == [1]
 
 
@@ -212,7 +220,19 @@ def test_a_cancelled_end_is_done_in_the_background_and_tidies_nothing_that_began
         disk.set()
 
     asyncio.run(scenario())
+    until_written()
     assert (keeper.kept(), keeper.made[v(1)].is_discarded, len(keeper.tidied)) == ([2], True, 1)
+
+
+def test_a_disk_that_hangs_keeps_no_process_alive() -> None:
+    """What is completed there is completed in a thread that can be left behind."""
+    threads: list[threading.Thread] = []
+    keeper = Keeper()
+    keeper.snapshots._tidy = lambda _: threads.append(threading.current_thread())
+    keeper.send(1, OpStatus.OK)
+    [thread] = threads
+    assert thread.daemon
+    assert thread is not threading.main_thread()
 
 
 def test_what_was_not_sent_whole_is_no_snapshot() -> None:

@@ -25,6 +25,7 @@ from rlbus.schemas import (
     OpProgress,
     OpResult,
     OpStatus,
+    PauseFleet,
     PutManifestPage,
     Rendezvous,
     Report,
@@ -33,6 +34,7 @@ from rlbus.schemas import (
     SendTask,
     TensorSpec,
     TensorSum,
+    TransferFleet,
     UpdateWeights,
     Version,
     WaitReady,
@@ -335,3 +337,70 @@ def test_calls_after_the_loop_has_died_are_broken_at_once_and_closing_is_clean(c
             with pytest.raises(BrokenError, match=r"it has ended by SystemExit\(4\)"):
                 t.update_weights(Source(), version=1, on_progress=exit_now)
     assert num_loop_threads() == 0
+
+
+@pytest.mark.parametrize("call", ["update", "verb", "step"])
+def test_closing_beside_a_call_takes_its_op_back_and_the_call_says_closed(
+    controllers: list[Controller], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """What runs on another thread when the `with` statement is left, by an exception, say, holds no fleet."""
+
+    def begins(self: Controller, request: ControlRequest, message: Message) -> None:
+        if not isinstance(request, PauseFleet | TransferFleet):
+            return hears(self, request, message)
+        assert message.reply is not None
+        self.requests.append(request)
+        self._bus.publish(message.reply, OpProgress(op_id=request.op_id, phase="receive"))
+        self.is_sending.set()
+        return None
+
+    hears = Controller._on_request
+    monkeypatch.setattr(Controller, "_on_request", begins)
+    plane, problems = Plane(send_s=60.0), list[Exception]()
+    t, client = trainer(plane), rlbus.BusWeightSyncClient("nats://127.0.0.1:1", namespace="test")
+    made: dict[str, tuple[Any, Callable[[], object]]] = {
+        "update": (t, lambda: t.update_weights(Source(), version=1)),
+        "verb": (t, t.pause),
+        "step": (client, lambda: client.update_weights({})),
+    }
+    owner, make = made[call]
+
+    def caught() -> None:
+        try:
+            make()
+        except Exception as exc:  # noqa: BLE001 - it is looked at below
+            problems.append(exc)
+
+    thread = threading.Thread(target=caught)
+    with owner:
+        thread.start()
+        assert controllers[0].is_sending.wait(10.0)
+    thread.join(10.0)
+    [problem] = problems
+    assert isinstance(problem, ClosedError)
+    assert "is taken back" in problem.__notes__[0]
+    begun = next(r for r in controllers[0].requests if isinstance(r, UpdateWeights | PauseFleet | TransferFleet))
+    [cancel] = [r for r in controllers[0].requests if isinstance(r, CancelOp)]
+    assert cancel.of_op_id == begun.op_id
+    if call == "update":
+        assert plane.calls[-2:] == ["leave: the trainer gave the update up", "aclose"]
+
+
+def test_a_call_that_runs_when_the_loop_is_stopped_says_closed() -> None:
+    """Whatever it was: its caller waits for what will never be."""
+    loop = LoopThread("rlbus-test")
+    is_begun = threading.Event()
+
+    async def work() -> None:
+        is_begun.set()
+        await asyncio.sleep(60.0)
+
+    def stop() -> None:
+        assert is_begun.wait(10.0)
+        loop.stop()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(ClosedError):
+        loop.call(work())
+    thread.join(10.0)
