@@ -185,7 +185,8 @@ class SenderSignal(Request, frozen=True, kw_only=True, tag="sender"):
     """A step of the trainer in the update `of_op_id`. Answered with `OpAccepted`, or refused if nobody waits for it.
 
     `alive` is about the group that it joins or sends in, and proves that it heard that task; about `NO_EPOCH` while it
-    has none. One that never says the latter is older, and its silence between two tasks means nothing.
+    has none. One that never says the latter is older, and its silence between two tasks means nothing. Who waits for a
+    step of another trainer's update (`TransferFleet`) says that, too, every 2 s, and doesn't wait for the answer.
     """
 
     of_op_id: OpId
