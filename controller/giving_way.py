@@ -1,6 +1,7 @@
-"""Requests that take the place of a running catch-up: it is stopped, and they begin when it has ended.
+"""Requests that take the place of what runs: it is stopped, and they begin when it has ended.
 
-A catch-up is the controller's own idea, so nobody is ever told `busy` because of it.
+A catch-up is the controller's own idea, so nobody is ever told `busy` because of it. Nor is a trainer that comes in the
+place of one that is gone, because of a step which that one has left running.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from typing import Any
 
 from rlbus._transport import Message
 from rlbus.bus import Bus
+from rlbus.controller.callers import is_missing, may_take_place
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Running
 from rlbus.controller.draft import is_draft
@@ -52,7 +54,7 @@ def keeps_version(request: object) -> bool:
 
 
 class GivingWay:
-    """Who waits for the running catch-up to end. `again` takes a request as if it came in then."""
+    """Who waits for what runs to end. `again` takes a request as if it came in then."""
 
     def __init__(self, bus: Bus, desk: Desk, again: Callable[[Any, Message], None]) -> None:
         self._bus = bus
@@ -67,9 +69,9 @@ class GivingWay:
         self._tell_at_s = 0.0
 
     def takes_place(self, request: Any, message: Message) -> bool:
-        """Whether this mutation has to wait for a catch-up, which is stopped for it. It comes back through `again`."""
+        """Whether this mutation has to wait for what runs, which is stopped for it. It comes back through `again`."""
         current = self._desk.mutation
-        if current is None or not is_catch_up(current.op.request) or is_catch_up(request):
+        if current is None or not self._gives_way(current, request):
             return False
         if request.op_id not in self._waiting and len(self._waiting) >= MAX_WAITING:
             return False
@@ -80,6 +82,12 @@ class GivingWay:
         if current is not self._stopping:
             self._stop(current, request.op_id)
         return True
+
+    def _gives_way(self, current: Running, request: object) -> bool:
+        if is_catch_up(current.op.request):
+            return not is_catch_up(request)
+        is_ending = current is self._stopping or is_missing(current.op, asyncio.get_running_loop().time())
+        return is_ending and may_take_place(request, current.op.request)
 
     def withdraw(self, op_id: str, why: Fault) -> bool:
         """Whether this op waited here; it is refused then."""
@@ -119,7 +127,9 @@ class GivingWay:
 
     def _stop(self, current: Running, op_id: str) -> None:
         loop = asyncio.get_running_loop()
-        self._stopping, self._drop_at_s = current, loop.time() + GIVE_WAY_S
+        # The end of somebody else's step has bounds of its own, and leaves engines as they have to be.
+        limit_s = GIVE_WAY_S if is_catch_up(current.op.request) else float("inf")
+        self._stopping, self._drop_at_s = current, loop.time() + limit_s
         current.op.stop(fault(FaultCode.CANCELLED, f"op {op_id} takes its place"))
         assert current.task is not None
         current.task.add_done_callback(self._ended)

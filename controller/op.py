@@ -90,6 +90,8 @@ class Op:
         # Since when nothing but its end is done, in loop time; None as long as it goes forward.
         self._winding_since_s: float | None = None
         self._stopped_s: float | None = None
+        # When its caller last said that it lives, in loop time; None: it never did, as those that needn't be there.
+        self.caller_heard_s: float | None = None
         # Called when it is to be taken back, besides setting `stopped`.
         self.on_stop: Callable[[Fault], None] | None = None
         self.phase = "plan"

@@ -11,6 +11,7 @@ from rlbus._objects import Objects
 from rlbus._transport import Message, Subscription
 from rlbus.bus import Bus
 from rlbus.controller import admission
+from rlbus.controller.callers import Callers
 from rlbus.controller.catching_up import CatchUps
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Record, Running
@@ -140,6 +141,7 @@ class Controller:
         )
         self._transfers = Transfers(self._line, self.registry)
         self._giving_way = GivingWay(bus, self._desk, self._on_control)
+        self._callers = Callers(bus, self._desk)
         self._manifests = Manifests()
         self._group: Group | None = None
         self._greeter = Greeter(bus, namespace, self.term)
@@ -199,6 +201,7 @@ class Controller:
                 self._hearing.tick()
                 self._waiting.check()
                 self._giving_way.tick(loop.time())
+                self._callers.tick(loop.time())
                 self._catch_ups.tick(loop.time())
                 self._loras.tick(loop.time())
                 if self._succession is not None:
@@ -323,6 +326,9 @@ class Controller:
             self._reply(message, told)
 
     def _signal(self, request: SenderSignal, message: Message) -> None:
+        if self._callers.heard(request, asyncio.get_running_loop().time()):
+            self._reply(message, OpAccepted(op_id=request.op_id))
+            return
         running = self._desk.running(request.of_op_id)
         if running is None or running.update is None:
             nobody = f"no update {request.of_op_id} is running here"

@@ -171,7 +171,9 @@ def _on_sent(state: UpdateState, event: SenderSent) -> Decision:
 
 def _on_sender_failed(state: UpdateState, event: SenderFailed) -> Decision:
     is_other = event.epoch is not None and (state.group is None or event.epoch != state.group.plan.epoch)
-    if is_other or state.sender in (Sender.IDLE, Sender.SENT, Sender.FAILED) or state.stage not in FORWARD:
+    # Before it was told to join, only its silence counts: what else it says is about an attempt before.
+    is_early = event.epoch is not None and state.sender is Sender.IDLE
+    if is_other or is_early or state.sender in (Sender.SENT, Sender.FAILED) or state.stage not in FORWARD:
         return state, ()
     causes = (*state.causes, event.fault)
     failed = replace(state, sender=Sender.FAILED, sender_fault=event.fault, is_group_suspect=True, causes=causes)

@@ -173,6 +173,7 @@ class TransferTakeOver(TakeOver):
                 return False  # the others would wait for it in vain
             if not running:
                 return True
+            # Whoever asked and is gone since is noticed as in any such step (`callers`).
             is_asked = not self._op.audience.is_empty or self._loop.time() < asked_until_s
             if not is_asked or not self._may_wait():
                 return False

@@ -2,9 +2,9 @@
 
 The trainer says once what a server would be told, and each worker is told its own: its rank offset from the real world
 sizes, its share of a list with an entry per rank. A step that fails on one worker ends on all of them at once, since
-the others wait for it in a collective. Between the steps the fleet stands still under leases, so that a trainer that
-dies leaves nobody paused. One trainer drives the fleet at a time: whoever forms the group takes the place of the one
-before, whose open update is given up and whose next step is refused.
+the others wait for it in a collective. Between the steps the fleet stands still under leases, and in a step as long as
+its trainer says that it lives, so that one that dies leaves nobody paused. One trainer drives the fleet at a time:
+whoever forms the group takes the place of the one before, whose open update is given up and whose next step is refused.
 """
 
 import asyncio
@@ -372,9 +372,14 @@ class TransferVerb(FleetVerb):
             )
 
     def _renewing(self, request: TransferFleet) -> AbstractAsyncContextManager[None]:
-        """A step may take longer than a lease holds, and its trainer is there as long as it runs."""
-        owner = owner_of(request)
-        return renewing(self._line, self._op.op_id, owner, lambda: self._leased(request), lease_s=HOLD_S)
+        """A step may take longer than a lease holds. Nothing is held for a trainer that took it back, or is gone: who
+        gives no sign of life has its step stopped (`callers`).
+        """
+
+        def leased() -> list[WorkerId]:
+            return [] if self._op.stopped.is_set() else self._leased(request)
+
+        return renewing(self._line, self._op.op_id, owner_of(request), leased, lease_s=HOLD_S)
 
     def _owned(self, request: TransferFleet) -> list[WorkerId]:
         """Those that stand still in the trainer's name, now."""

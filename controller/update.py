@@ -17,6 +17,7 @@ from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until, 
 from rlbus.controller.line import Line
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
+from rlbus.controller.sender_life import SenderLife, limit_s, silence
 from rlbus.controller.stillness import Stillness
 from rlbus.controller.transaction import decide
 from rlbus.controller.update_state import (
@@ -48,6 +49,7 @@ from rlbus.controller.update_state import (
 from rlbus.controller.winding import to_keep
 from rlbus.errors import BrokenError, PayloadTooLargeError, RLBusError
 from rlbus.schemas import (
+    NO_EPOCH,
     RECEIVING,
     Accepted,
     Fault,
@@ -71,9 +73,6 @@ _log = logging.getLogger("rlbus.controller")
 MAX_QUEUED_EVENTS = 65_536
 # A task that the trainer shows no sign of having heard is told again after this long, in seconds.
 REPEAT_TASK_S = 2.0
-# How long a trainer that joins may be silent, in seconds: it says every second that it lives (rlbus._sending), also as
-# it waits for others. In another attempt engines stand still for it.
-JOINING_SILENCE_S = 5.0
 
 
 class UpdateRun:
@@ -91,11 +90,9 @@ class UpdateRun:
         self._batch: dict[str, dict[WorkerId, StepAnswer]] = {}
         # What the trainer was last told to do, for who joins the op later and for a task that was lost.
         self._tasks: list[JoinTask | SendTask | LeaveTask] = []
-        self._told_s = 0.0
         # When the newest step of workers began, in loop time.
         self._step_begun_s = 0.0
-        # Last sign of life of the trainer since it was told something; None: none yet.
-        self._sender_heard_s: float | None = None
+        self._sender = SenderLife()
         self._sent_bytes = 0
         self._stillness = Stillness(STILL_S)
         self._paused_since_s: float | None = None
@@ -144,6 +141,11 @@ class UpdateRun:
 
     def on_signal(self, signal: SenderSignal) -> Fault | None:
         """A step of the trainer; a fault if it is about another group than this update's."""
+        now_s = self._loop.time()
+        self._sender = replace(self._sender, heard_s=now_s)
+        if signal.step is SenderStep.ALIVE and signal.epoch == NO_EPOCH:
+            self._sender = replace(self._sender, is_steady=True)
+            return None
         group = self.state.group
         if group is None or signal.epoch != group.plan.epoch:
             current = None if group is None else group.plan.epoch
@@ -153,8 +155,8 @@ class UpdateRun:
                 epoch=signal.epoch,
                 current=current,
             )
-        self._sender_heard_s = self._loop.time()
-        self._stillness.heard(None, self._sender_heard_s)
+        self._sender = replace(self._sender, task_heard_s=now_s)
+        self._stillness.heard(None, now_s)
         match signal.step:
             case SenderStep.JOINED:
                 self._post(SenderJoined(signal.epoch))
@@ -312,25 +314,15 @@ class UpdateRun:
             self._sent_bytes = 0  # another attempt sends everything again
         elif isinstance(message, SendTask):
             self._stillness.begin(self._loop.time())
-        self._told_s = self._loop.time()
-        self._sender_heard_s = None
+        self._sender = replace(self._sender, told_s=self._loop.time(), task_heard_s=None)
         self._op.audience.tell(message)
-
-    def _sender_limit_s(self) -> float | None:
-        """Until when the trainer has to show a sign of life, in loop time; None: nothing is expected of it now."""
-        if self.state.stage not in FORWARD:
-            return None
-        since_s = self._told_s if self._sender_heard_s is None else self._sender_heard_s
-        if self.state.sender is Sender.JOINING:
-            return min(since_s + JOINING_SILENCE_S, self._told_s + self.state.plan.group_timeout_s)
-        return since_s + self.state.plan.request.stall_s if self.state.sender is Sender.SENDING else None
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _next_limit_s(self) -> float:
-        limit_s = self._sender_limit_s()
+        sender_s = limit_s(self.state, self._sender)
         deadline_s = self._op.forward_until_s if self._op.stop_fault is None else float("inf")
-        return deadline_s if limit_s is None else min(deadline_s, limit_s)
+        return deadline_s if sender_s is None else min(deadline_s, sender_s)
 
     def _check_limits(self) -> None:
         now_s = self._loop.time()
@@ -342,10 +334,11 @@ class UpdateRun:
             self._handle(TimeUp())
         self._check_overdue(now_s)
         self._check_stillness(now_s)
-        limit_s = self._sender_limit_s()
-        if limit_s is not None and now_s >= limit_s - 1e-6:
-            silent_s = now_s - (self._told_s if self._sender_heard_s is None else self._sender_heard_s)
-            why = f"the trainer was silent for {silent_s:.0f} s while {self.state.sender.value}"
+        if not self._line.bus.transport.is_connected:
+            self._sender = replace(self._sender, deaf_s=now_s)
+        sender_s = limit_s(self.state, self._sender)
+        if sender_s is not None and now_s >= sender_s - 1e-6:
+            why = silence(self.state, self._sender, now_s)
             self._handle(SenderFailed(None, fault(FaultCode.SENDER_FAILED, why)))
 
     def _check_overdue(self, now_s: float) -> None:
@@ -376,7 +369,8 @@ class UpdateRun:
             self._op.count(len(self.state.seats) - len(self.state.pending))
         self._op.tick()
         is_expected = self.state.sender in (Sender.JOINING, Sender.SENDING)
-        if is_expected and self._sender_heard_s is None and self._loop.time() - self._told_s >= REPEAT_TASK_S:
+        is_unheard = is_expected and self._sender.task_heard_s is None
+        if is_unheard and self._loop.time() - self._sender.told_s >= REPEAT_TASK_S:
             self._op.audience.tell(self._tasks[-1])
 
     def _watch_pauses(self) -> None:

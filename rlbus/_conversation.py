@@ -3,13 +3,14 @@
 A long op is a stream of replies that can lose its way: the server restarts, a reply is dropped, the controller is
 replaced. So the same request, with the same `op_id`, is sent again after a silence, and joins the op that runs. Four
 limits apart, none of them endless: the first answer, silence in between, a controller that was there and is gone, and
-the op's own deadline.
+the op's own deadline. Where engines stand still for the caller, it says all the while that it lives.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,6 +20,7 @@ from rlbus._deadline import MIN_LEFT_S
 from rlbus.bus import Bus, ReplyStream
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError, UnansweredError, error_from_fault
 from rlbus.schemas import (
+    NO_EPOCH,
     CancelOp,
     ControlReply,
     ControlRequest,
@@ -29,6 +31,9 @@ from rlbus.schemas import (
     OpProgress,
     OpResult,
     Refusal,
+    SenderSignal,
+    SenderStep,
+    TransferFleet,
 )
 
 CONTROLLER = "controller"
@@ -71,6 +76,9 @@ OUTAGE_S = 40.0
 CANCEL_LIMIT_S = 5.0
 CANCEL_SILENCE_S = 1.0
 CANCEL_RETRY_S = 0.25
+# How often a caller for whom engines stand still says that it lives, in seconds. Source: rlbus.controller.callers gives
+# it up after 30 s without, or 10 s when somebody else would take its place.
+ALIVE_S = 2.0
 
 
 def op_name(request: ControlRequest) -> str:
@@ -141,18 +149,48 @@ async def converse(
     _check_numbers(request)
     loop = asyncio.get_running_loop()
     wait = _Wait(bus, namespace, request, patience, started=loop.time())
+    async with _saying_alive(bus, namespace, request):
+        while True:
+            try:
+                last = await _attempt(wait, on_reply)
+            except (DeadlineError, BrokenError) as exc:
+                end = wait.give_up(exc, loop.time())
+                if end is not None:
+                    raise end from exc
+                await asyncio.sleep(wait.retry_s(loop.time()))
+                continue
+            if isinstance(last, Refusal):
+                raise error_of_refusal(last, request)
+            return last
+
+
+@contextlib.asynccontextmanager
+async def _saying_alive(bus: Bus, namespace: str, request: ControlRequest) -> AsyncIterator[None]:
+    """While inside, the controller hears that we live, if `request` is one for which that counts."""
+    if not isinstance(request, TransferFleet):
+        yield
+        return
+    saying = asyncio.create_task(_say_alive(bus, namespace, request))
+    try:
+        yield
+    finally:
+        saying.cancel()
+        await asyncio.gather(saying, return_exceptions=True)
+
+
+async def _say_alive(bus: Bus, namespace: str, request: TransferFleet) -> None:
     while True:
-        try:
-            last = await _attempt(wait, on_reply)
-        except (DeadlineError, BrokenError) as exc:
-            end = wait.give_up(exc, loop.time())
-            if end is not None:
-                raise end from exc
-            await asyncio.sleep(wait.retry_s(loop.time()))
-            continue
-        if isinstance(last, Refusal):
-            raise error_of_refusal(last, request)
-        return last
+        alive = SenderSignal(
+            op_id=bus.new_id(),
+            deadline_s=ALIVE_S,
+            caller=request.caller,
+            of_op_id=request.op_id,
+            epoch=NO_EPOCH,
+            step=SenderStep.ALIVE,
+        )
+        with contextlib.suppress(RLBusError):  # the next one follows; nobody waits for an answer
+            bus.publish(subjects.control(namespace, op_name(alive)), alive)
+        await asyncio.sleep(ALIVE_S)
 
 
 async def ask(bus: Bus, namespace: str, request: ControlRequest, *, limit_s: float) -> None:

@@ -17,6 +17,9 @@ START_S = 10.0
 # How long open connections may take to end when the server is stopped; requests are aborted before.
 STOP_S = 3.0
 _BACKLOG = 1024
+# A client whose machine is gone says nothing, not even that its connection ends: then the connection ends by itself
+# after IDLE + COUNT * INTERVAL seconds (20 s), so that an op isn't kept up for nobody.
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 def base_url(host: str, port: int, scheme: str = "http") -> str:
@@ -118,6 +121,11 @@ def _bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # What it accepts has the same.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):  # not on every system
+                    listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             listener.bind(address)
             listener.listen(_BACKLOG)
             listener.setblocking(False)

@@ -2,7 +2,8 @@
 
 `decide` is the pure part: (state, event) -> (state, actions). `SenderHalf` does the I/O. Invariants: at most one of
 joining and sending runs; nothing is sent in a group other than the one the controller named; a task that comes twice
-is done once and signalled twice; a LeaveTask is obeyed at any time, also beside a send that is stuck.
+is done once and signalled twice; a LeaveTask is obeyed at any time, also beside a send that is stuck. From the first
+reply to the end of the op the controller hears that we live: engines stand still for us, whatever is waited for.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from rlbus._conversation import ask
 from rlbus.bus import Bus
 from rlbus.errors import FaultError, GroupBrokenError, RLBusError
 from rlbus.schemas import (
+    NO_EPOCH,
     ControlReply,
     Fault,
     FaultCode,
@@ -170,6 +172,16 @@ def _on_send(state: SenderState, epoch: int) -> tuple[SenderState, tuple[Action,
     return state, (Signal(SenderStep.FAILED, epoch, fault),)
 
 
+def alive_in(state: SenderState, asked_epoch: int | None) -> int:
+    """Of which group "alive" is said: the one that we were told to join last, until we are in it, or that we send in.
+
+    NO_EPOCH beside that: an `alive` about a group says that its task was heard, which may have been lost. Pure.
+    """
+    if asked_epoch is not None and asked_epoch != state.epoch:
+        return asked_epoch  # the one before is still left, which may take as long as STOP_LIMIT_S
+    return state.epoch if state.is_working and state.epoch is not None else NO_EPOCH
+
+
 @dataclass(frozen=True, slots=True)
 class SendOrder:
     """What one update sends: `source` yields what `specs` announced, in that order."""
@@ -203,6 +215,8 @@ class SenderHalf:
         self._num_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: asyncio.Task[None] | None = None
+        # Says that we live; None: the controller hasn't answered yet.
+        self._alive: asyncio.Task[None] | None = None
         self._is_leaving = False
         # The group that we were told to join last.
         self._asked_epoch: int | None = None
@@ -226,7 +240,9 @@ class SenderHalf:
                 _log.error("the trainer's half of op %s crashed", self._order.op_id, exc_info=task.exception())
 
     def on_reply(self, reply: ControlReply) -> None:
-        """Take a task of the controller; other replies are not for us. Never blocks."""
+        """Take a task of the controller; any reply says that it has the op, and awaits signs of life. Never blocks."""
+        if self._alive is None:
+            self._alive = self._start(self._say_alive())
         if isinstance(reply, JoinTask):
             self._asked_epoch = reply.plan.epoch
         if isinstance(reply, JoinTask | SendTask | LeaveTask):
@@ -270,26 +286,12 @@ class SenderHalf:
 
     async def _join(self, plan: GroupPlan) -> None:
         self._num_bytes = 0  # of the attempt before
-        await self._saying_alive(plan.epoch, self._try(plan.epoch, FaultCode.GROUP_FAILED, self._plane.join(plan)))
+        self._start(self._tell_alive())
+        await self._try(plan.epoch, FaultCode.GROUP_FAILED, self._plane.join(plan))
 
     async def _send(self, epoch: int) -> None:
-        sending = self._try(epoch, FaultCode.SENDER_FAILED, self._send_all(), FaultCode.TRANSFER_FAILED)
-        await self._saying_alive(epoch, sending)
-
-    async def _saying_alive(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
-        alive = self._start(self._say_alive(epoch))
-        try:
-            await work
-        finally:
-            alive.cancel()
-
-    async def _say_alive_once_asked(self) -> None:
-        """While a group is left, which may take as long as STOP_LIMIT_S: we may be awaited in the next one."""
-        while True:
-            await asyncio.sleep(ALIVE_S)
-            if self._asked_epoch not in (None, self.state.epoch):
-                with contextlib.suppress(RLBusError):  # as in `_say_alive`
-                    await self._tell(Signal(SenderStep.ALIVE, self._asked_epoch), self._bus.new_id())
+        self._start(self._tell_alive())
+        await self._try(epoch, FaultCode.SENDER_FAILED, self._send_all(), FaultCode.TRANSFER_FAILED)
 
     async def _send_all(self) -> None:
         order = self._order
@@ -327,7 +329,6 @@ class SenderHalf:
     async def _leave(self, reason: str) -> None:
         """Release whatever runs in the group, then see its task end."""
         self._is_leaving = True
-        alive = self._start(self._say_alive_once_asked())
         try:
             async with asyncio.timeout(STOP_LIMIT_S):
                 await self._plane.leave(reason)
@@ -336,14 +337,17 @@ class SenderHalf:
         if self._work is not None and not self._work.done():
             self._work.cancel()
             await asyncio.wait({self._work}, timeout=STOP_LIMIT_S)
-        alive.cancel()
         self._is_leaving = False
 
-    async def _say_alive(self, epoch: int) -> None:
+    async def _say_alive(self) -> None:
         while True:
-            with contextlib.suppress(RLBusError):  # the next one follows; the controller's stall limit judges silence
-                await self._tell(Signal(SenderStep.ALIVE, epoch), self._bus.new_id())
+            await self._tell_alive()
             await asyncio.sleep(ALIVE_S)
+
+    async def _tell_alive(self) -> None:
+        alive = Signal(SenderStep.ALIVE, alive_in(self.state, self._asked_epoch))
+        with contextlib.suppress(RLBusError):  # the next one follows; the controller's limits judge silence
+            await self._tell(alive, self._bus.new_id())
 
     async def _signal(self, signal: Signal) -> None:
         """Say a step until it was heard; a refusal or the op's end settles it as well."""

@@ -291,10 +291,9 @@ class Trainer(TrainerLoras):
         half = SenderHalf(self._bus, self._namespace, self._plane, order, self._group, self._caller)
 
         def on_reply(reply: ControlReply) -> None:
+            half.on_reply(reply)
             if isinstance(reply, OpProgress):
                 show_progress(on_progress, reply)
-            else:
-                half.on_reply(reply)
 
         try:
             try:

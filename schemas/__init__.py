@@ -53,6 +53,7 @@ from rlbus.schemas.commands import (
     route_of,
 )
 from rlbus.schemas.control import (
+    NO_EPOCH,
     AbortFleet,
     CancelOp,
     ControlReply,
@@ -223,6 +224,7 @@ from rlbus.schemas.weights import (
 )
 
 __all__ = [
+    "NO_EPOCH",
     "AbortedData",
     "AbortFleet",
     "AbortRequest",

@@ -174,11 +174,20 @@ class SenderStep(enum.StrEnum):
     JOINED = "joined"  # in the group, proven by its collective
     SENT = "sent"  # everything sent; `sums` and `num_bytes` say what
     FAILED = "failed"  # gave up; `fault` says why
-    ALIVE = "alive"  # still joining or sending; `num_bytes` so far. At least every second.
+    ALIVE = "alive"  # it lives: at least every second, from the first reply to the end. `num_bytes` so far.
+
+
+# The epoch of no group: they count from 1.
+NO_EPOCH = 0
 
 
 class SenderSignal(Request, frozen=True, kw_only=True, tag="sender"):
-    """A step of the trainer in the update `of_op_id`. Answered with `OpAccepted`, or refused if nobody waits for it."""
+    """A step of the trainer in the update `of_op_id`. Answered with `OpAccepted`, or refused if nobody waits for it.
+
+    `alive` is about the group that it joins or sends in, and proves that it heard that task; about `NO_EPOCH` while it
+    has none. One that never says the latter is older, and its silence between two tasks means nothing. Who waits for a
+    step of another trainer's update (`TransferFleet`) says that, too, every 2 s, and doesn't wait for the answer.
+    """
 
     of_op_id: OpId
     epoch: int

@@ -64,7 +64,7 @@ SEEN_S = 2.0
 # Until a standby answers in the place of a leader that died.
 FAILOVER_S = 5.0
 # What a silence costs before it is taken for a loss: of a worker in an op (rlbus.controller.line.ACK_S), of a trainer
-# that joins (rlbus.controller.update.JOINING_SILENCE_S).
+# that joins (rlbus.controller.sender_life.JOINING_SILENCE_S).
 SILENCE_S = 5.0
 # The same of a trainer that sends: the chaos trainer's `stall_s`. Above SILENCE_S, so that a silent worker is found out
 # before those who wait with it count as stalled.

@@ -5,8 +5,12 @@ import json
 
 import pytest
 
+from rlbus.bus import Bus
+from rlbus.client import FleetClient
+from rlbus.controller.callers import SILENT_S
 from rlbus.controller.transfers import HOLD_S
 from rlbus.schemas import Version, WeightsState
+from rlbus.testing import LoopClock, sequential_ids
 from rlbus.workers.engines.fake_script import Step
 from tests.unit.controller.failover_stage import Stage, play
 from tests.unit.controller.scene import PAUSED, RUNNING, outcomes, worker
@@ -49,3 +53,28 @@ def test_a_transfer_goes_on_under_the_next_leader_as_long_as_its_trainer_asks_fo
 
     slow = {"update_native": {1: Step(latency_s=takes_s)}}
     play([worker(1, slow), worker(2, slow)], scenario)
+
+
+def test_a_trainer_that_dies_once_the_next_leader_has_heard_it_is_given_up_too() -> None:
+    """That it asked once doesn't mean that it is still there."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.client.transfer("init", INIT)
+        await stage.client.transfer("start")
+        transport = stage.broker.connect("trainer")
+        async with Bus(transport, clock=LoopClock(), new_id=sequential_ids("other")) as bus:
+            other = FleetClient(bus, "test", caller=stage.client.caller)
+            update = asyncio.ensure_future(other.transfer("update", json.dumps({"step": 1})))
+            await asyncio.sleep(1.0)
+            stage.kill(stage.processes[0])
+            await asyncio.sleep(20.0)
+            assert await stage.generations() == [PAUSED] * 2
+            stage.broker.partition(transport)
+            await asyncio.sleep(SILENT_S + 10.0)
+            assert await stage.generations() == [RUNNING] * 2
+            assert (await stage.client.status()).op_id is None
+            update.cancel()
+            await asyncio.wait({update})
+
+    hung = {"update_native": {1: Step(hangs=True, after_parts=0, claims_touched=False)}}
+    play([worker(1, hung), worker(2, hung)], scenario)

@@ -8,6 +8,7 @@ from rlbus import subjects
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.schemas import (
+    NO_EPOCH,
     ControlReply,
     ControlRequest,
     Fault,
@@ -123,7 +124,8 @@ class Controller:
         assert reply is not None
         self.requests.append(request)
         if isinstance(request, SenderSignal):
-            self.log.append(request.step.value)
+            if request.epoch != NO_EPOCH:  # else it only lives, as all along
+                self.log.append(request.step.value)
             if request.step is not SenderStep.ALIVE:
                 self._steps.put_nowait(request)
         else:

@@ -1,10 +1,11 @@
 """What the HTTP servers of workers and controllers tell their applications."""
 
+import socket
 from typing import Any
 
 import pytest
 
-from rlbus._http_server import config_of
+from rlbus._http_server import KEEPALIVE, _bind, config_of
 from rlbus.testing import run
 
 pytestmark = pytest.mark.unit
@@ -28,3 +29,19 @@ def test_a_peer_is_who_it_is_whatever_its_headers_say(monkeypatch: pytest.Monkey
         assert seen == [(("127.0.0.1", 1234), "http")]
 
     run(main())
+
+
+def test_a_connection_whose_client_vanished_ends_by_itself() -> None:
+    """A machine that is gone closes nothing: the system asks it, and whoever serves is told within 20 s."""
+    listener = _bind("127.0.0.1", 0)
+    try:
+        with socket.create_connection(listener.getsockname()):
+            listener.setblocking(True)
+            served, _ = listener.accept()
+        with served:
+            assert served.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            found = {name: served.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEPALIVE}
+        assert found == KEEPALIVE
+        assert found["TCP_KEEPIDLE"] + found["TCP_KEEPINTVL"] * found["TCP_KEEPCNT"] == 20
+    finally:
+        listener.close()

@@ -13,9 +13,11 @@ from rlbus._sending import (
     Stage,
     WorkEnded,
     WorkFailed,
+    alive_in,
     decide,
 )
 from rlbus.schemas import (
+    NO_EPOCH,
     Fault,
     FaultCode,
     GroupPlan,
@@ -143,3 +145,25 @@ def test_a_send_in_a_group_that_we_are_not_in_is_answered_with_failed(state: Sen
 def test_the_next_op_begins_in_a_standing_group_with_nothing_sent(ended: SenderState, begins: SenderState) -> None:
     """A group is used again, but what the op before has sent never counts for the next one."""
     assert ended.at_next_op() == begins
+
+
+@pytest.mark.parametrize(
+    ("state", "asked_epoch", "epoch"),
+    [
+        (SenderState(), None, NO_EPOCH),
+        (at(Stage.IN), None, NO_EPOCH),
+        (at(Stage.JOINING), 1, 1),
+        (at(Stage.IN), 1, NO_EPOCH),
+        (at(Stage.SENDING), 1, 1),
+        (at(Stage.SENDING), None, 1),
+        (at(Stage.SENT), 1, NO_EPOCH),
+        (at(Stage.OUT), 1, NO_EPOCH),
+        (at(Stage.OUT), 2, 2),
+        (at(Stage.SENDING), 2, 2),
+    ],
+)
+def test_a_sign_of_life_is_about_a_group_only_if_its_task_was_heard(
+    state: SenderState, asked_epoch: int | None, epoch: int
+) -> None:
+    """Or a task that was lost would count as heard, and never be told again."""
+    assert alive_in(state, asked_epoch) == epoch

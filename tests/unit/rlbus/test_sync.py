@@ -137,7 +137,7 @@ class Controller:
         if signal.step is SenderStep.JOINED:
             self._bus.publish(reply, OpProgress(op_id=update.op_id, phase="transfer"))
             self._bus.publish(reply, SendTask(op_id=update.op_id, epoch=1, version=update.version))
-        if signal.step is SenderStep.ALIVE:
+        if signal.step is SenderStep.ALIVE and signal.epoch:
             self.is_sending.set()
         if signal.step is SenderStep.SENT:
             report = Report(

@@ -22,11 +22,13 @@ from rlbus.errors import (
     VersionRegressionError,
 )
 from rlbus.schemas import (
+    NO_EPOCH,
     CancelOp,
     Fault,
     FaultCode,
     JoinTask,
     LeaveTask,
+    OpAccepted,
     OpProgress,
     OpResult,
     OpStatus,
@@ -147,8 +149,7 @@ def test_a_long_send_says_that_it_lives_every_second() -> None:
 
     async def scenario(trainer: Trainer, controller: Controller) -> None:
         def on_signal(signal: SenderSignal, _message: Message) -> None:
-            if signal.step is SenderStep.ALIVE:
-                assert signal.epoch == 1
+            if signal.step is SenderStep.ALIVE and signal.epoch == 1:
                 at.append(asyncio.get_running_loop().time())
 
         controller.bus.subscribe(subjects.control(NAMESPACE, "sender"), SenderSignal, on_signal)
@@ -175,6 +176,32 @@ def test_a_long_join_says_that_it_lives_every_second() -> None:
         assert max(b - a for a, b in itertools.pairwise(at)) <= 1.0
 
     play(scenario, plane=ScriptedPlane(join_s=10.0))
+
+
+def test_a_trainer_that_waits_says_that_it_lives_from_the_first_reply_to_the_end() -> None:
+    """Engines stand still for it while they are paused, however long that takes."""
+    at: list[float] = []
+
+    async def slow(controller: Controller, request: UpdateWeights, tell: Tell) -> None:
+        await asyncio.sleep(0.5)
+        assert not at
+        tell(OpAccepted(op_id=request.op_id))
+        await asyncio.sleep(10.0)
+        await well(controller, request, tell)
+
+    async def scenario(trainer: Trainer, controller: Controller) -> None:
+        def on_signal(signal: SenderSignal, _message: Message) -> None:
+            if signal.step is SenderStep.ALIVE:
+                assert signal.epoch in (NO_EPOCH, 1)
+                at.append(asyncio.get_running_loop().time())
+
+        controller.bus.subscribe(subjects.control(NAMESPACE, "sender"), SenderSignal, on_signal)
+        assert (await trainer.update_weights(Source(), version=1)).ok
+        ended_s = asyncio.get_running_loop().time()
+        assert max(b - a for a, b in itertools.pairwise([*at, ended_s])) <= 1.0
+        assert ended_s - at[0] >= 10.0
+
+    play(scenario, slow)
 
 
 def test_a_leave_task_releases_a_send_that_is_stuck() -> None:
