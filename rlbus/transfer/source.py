@@ -76,7 +76,7 @@ class _MappingSource:
         for name, value in self._named().items():
             tensor = checked(name, value)
             if not self._keep_tied and (local := _local(tensor)).numel() > 0:
-                storage = StorageWeakRef(local.untyped_storage())
+                storage = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
                 memory = _memory(tensor, local, storage)
                 if memory in seen:
                     continue
@@ -163,7 +163,7 @@ def is_gathered(tensor: Tensor) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _memory(tensor: Tensor, local: Tensor, storage: StorageWeakRef) -> tuple[object, ...]:

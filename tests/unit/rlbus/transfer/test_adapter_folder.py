@@ -133,7 +133,7 @@ class Sharded(torch.Tensor):
 def test_a_dtensor_is_gathered_where_that_needs_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of several ranks is refused by name, before anything is written: nobody tells the others to gather it."""
     module = SimpleNamespace(DTensor=Sharded)
-    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", module)
     tensors = {"a.lora_A.weight": torch.zeros(2, 2).as_subclass(Sharded)}
     write_adapter(tmp_path, tensors, CONFIG)
     assert torch.equal(load_file(tmp_path / WEIGHTS_FILE)["a.lora_A.weight"], torch.ones(2, 2))
