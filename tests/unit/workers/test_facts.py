@@ -27,9 +27,16 @@ PAUSE = PauseView(owner="bob", mode="keep", since=0.0)
 
 def test_nothing_changed_is_no_fact() -> None:
     """Also when only the running op changed, which is no announcement either."""
-    busy = replace(IDLE, running=Running("op", ResumeGeneration()), term=4)
+    busy = replace(IDLE, running=Running("op", ResumeGeneration()))
     assert facts(IDLE, busy, 1.0) == ()
     assert not is_visible(IDLE, busy)
+
+
+def test_a_new_term_is_no_fact_and_is_announced() -> None:
+    """A leader that is refused from now on shall hear which term it has to exceed."""
+    newer = replace(IDLE, term=4)
+    assert facts(IDLE, newer, 1.0) == ()
+    assert is_visible(IDLE, newer)
 
 
 def test_each_change_is_one_fact_that_names_its_op() -> None:
