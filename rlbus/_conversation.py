@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rlbus import subjects
-from rlbus._deadline import MIN_LEFT_S
+from rlbus._deadline import MIN_LEFT_S, check_seconds
 from rlbus.bus import Bus, ReplyStream
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError, UnansweredError, error_from_fault
 from rlbus.schemas import (
@@ -91,8 +91,8 @@ def check_finite(name: str, number: object) -> None:
     field of seconds that has none: the controller could not read the message, and nobody would be told why.
     """
     is_left_out = number is None and name == "lease_s"  # a hold
-    if name.endswith("_s") and not is_left_out and (isinstance(number, bool) or not isinstance(number, int | float)):
-        raise ConfigError(name, number, "use a number of seconds")
+    if name.endswith("_s") and not is_left_out:
+        check_seconds(name, number)
     if isinstance(number, float) and not math.isfinite(number):
         raise ConfigError(name, number, "use a number of seconds that ends")
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from rlbus.errors import DeadlineError
+from rlbus.errors import ConfigError, DeadlineError
 
 T = TypeVar("T")
 
@@ -12,10 +12,20 @@ T = TypeVar("T")
 MIN_LEFT_S = 0.1
 
 
+def check_seconds(name: str, value: object) -> None:
+    """Raises: ConfigError: no number, which nobody could wait for, nor read in a message."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(name, value, "use a number of seconds")
+
+
 class Deadline:
-    """`limit_s` from now, for `operation`; made on the running loop. `until_s` is when, in loop time."""
+    """`limit_s` from now, for `operation`; made on the running loop. `until_s` is when, in loop time.
+
+    Raises: ConfigError: `limit_s` is no number.
+    """
 
     def __init__(self, operation: str, limit_s: float) -> None:
+        check_seconds("deadline_s", limit_s)
         self.operation = operation
         self.limit_s = limit_s
         self.until_s = asyncio.get_running_loop().time() + limit_s

@@ -31,7 +31,7 @@ from rlbus._conversation import (
     show_progress,
     take_back,
 )
-from rlbus._deadline import Deadline
+from rlbus._deadline import Deadline, check_seconds
 from rlbus._sending import SenderHalf, SenderState, SendOrder
 from rlbus._snapshots import Kept, Snapshots
 from rlbus._trainer_loras import TrainerLoras
@@ -407,6 +407,7 @@ def _as_on_failure(value: OnFailure | str) -> OnFailure:
 
 
 def _positive(name: str, value: float) -> float:
+    check_seconds(name, value)
     if not 0 < value < float("inf"):
         raise ConfigError(name, value, "use a number above 0")
     return value

@@ -1,11 +1,12 @@
 """One deadline for all that a call does."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from rlbus._deadline import MIN_LEFT_S, Deadline
-from rlbus.errors import DeadlineError
+from rlbus.errors import ConfigError, DeadlineError
 from rlbus.testing import run
 
 pytestmark = pytest.mark.unit
@@ -41,5 +42,16 @@ def test_work_is_cancelled_at_the_deadline_and_the_error_says_what_was_missing()
         with pytest.raises(DeadlineError, match="load did not end within 5 s: a file is missing"):
             await deadline.bound(asyncio.sleep(9.0), "a file is missing")
         assert asyncio.get_running_loop().time() == 5.0
+
+    run(body())
+
+
+@pytest.mark.parametrize("value", ["5", None, True])
+def test_seconds_that_are_no_number_are_a_config_error(value: Any) -> None:
+    """It names them."""
+
+    async def body() -> None:
+        with pytest.raises(ConfigError, match=f"deadline_s={value!r}: use a number of seconds"):
+            Deadline("load", value)
 
     run(body())

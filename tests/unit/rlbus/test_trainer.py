@@ -455,6 +455,8 @@ def test_more_tensors_than_can_be_reported_are_refused_before_anything_is_sent()
         *({"bucket_bytes": value} for value in (0, 1, 10**12, 2**64, 0.5, True)),
         {"deadline_s": -1.0},
         {"stall_s": 0},
+        {"deadline_s": "5"},
+        {"stall_s": None},
         {"pause_mode": "x"},
         *({"incarnation": value} for value in (-1, 2**53 + 1, 1.5)),
     ],
