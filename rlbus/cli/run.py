@@ -1,6 +1,5 @@
 """Commands that run the pieces: up, controller, worker, demo. They end with 0 on SIGINT or SIGTERM."""
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rlbus.cli.lora import FrontendUrl, frontend_of
-from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
+from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, checked, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.services import (
+    PLANE,
+    check_installed,
     end_of_worker,
     log_as_service,
     supervised,
@@ -283,11 +284,8 @@ def worker_torch(
     """
 
     def make() -> "Engine":
-        try:
-            from rlbus.workers.engines.torch_engine import TorchEngine
-        except ImportError as exc:
-            raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
         from rlbus.workers.config import AgentConfig
+        from rlbus.workers.engines.torch_engine import TorchEngine
 
         announced = worker.reachable_host(host)
         return TorchEngine(
@@ -301,11 +299,10 @@ def worker_torch(
         )
 
     worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root, system_host, system_port)
+    checked(Output(json), lambda: check_installed("torch", "torch", (*PLANE, "safetensors")))
     if no_restart:
         worker.run(make)
         return
-    if importlib.util.find_spec("torch") is None:
-        worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
     options = ("--ranks", str(ranks), "--host", host, "--port", str(port), "--max-loras", str(max_loras), *roots)
     worker.supervise(("torch", str(model.absolute()), *options, *worker.system_arguments))
@@ -346,6 +343,9 @@ def worker_vllm(
 
     if model.startswith("-"):
         worker.fail(ConfigError("MODEL", model, "give the model first, then vLLM's options"))
+    from rlbus.workers.vllm_server.supervisor import is_cpu_build
+
+    checked(Output(json), is_cpu_build)
     worker.run_supervised(serve)
 
 
@@ -461,7 +461,7 @@ class _Worker:
     def run_supervised(self, serve: "Callable[[BusConfig, Named], Coroutine[Any, Any, int]]") -> None:
         """Look whether the bus is there, since an engine may take a minute to start, and run it under supervision."""
 
-        async def checked() -> ExitCode:
+        async def watched() -> ExitCode:
             from rlbus.connecting import connect_bus
             from rlbus.workers.supervisor.environment import Named
 
@@ -472,7 +472,7 @@ class _Worker:
             await (await connect_bus(bus_config, name="rlbus-worker")).aclose()
             return end_of_worker(await serve(bus_config, named), self._who, self._out)
 
-        run_command(self._out, checked)
+        run_command(self._out, watched)
 
     def _config(self) -> BusConfig:
         return BusConfig.from_env(url=self._url, namespace=self._namespace)
