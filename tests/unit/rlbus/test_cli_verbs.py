@@ -44,12 +44,21 @@ def test_a_number_of_seconds_that_is_none_is_wrong_usage(command: tuple[str, ...
         (("pause", "-c", "backend", "-w", "backend/1"), "--component or --worker"),
         (("versions", "-w", "nobody"), "COMPONENT/ID"),
         (("update", "--from", "/weights", "--version", "newest"), "--version"),
+        (("update", "--from", "/weights", "--version", "99999999999999999999999"), "2**53"),
+        (("update", "--from", "/weights", "--version", "1" * 5000), "2**53"),
+        (("cancel", "bad id"), "`rlbus status`"),
+        (("history", "bad id"), "`rlbus history`"),
         (("status", "--watch", "--json"), "--watch"),
         (("lora", "list", "-c", "a b"), "--component"),
         (("lora", "load", "policy", "--from", "s3://bucket/policy"), "--from"),
         (("lora", "load", "policy", "--from", "/nonexistent"), "no such folder"),
+        (("lora", "load", "policy", "--from", "file:///nope"), "--checksum"),
+        (("lora", "load", "policy", "--from", "file:///nope", "--checksum", "zz"), "64 digits"),
+        (("lora", "load", "policy", "--from", ".", "--checksum", "A" * 64), "64 digits"),
+        (("lora", "load", "policy", "--from", "file://", "--checksum", "a" * 64), "--from"),
         (("lora", "load", "policy@7", "--from", "."), "revision"),
         (("lora", "unload", "policy@@"), "NAME@N"),
+        (("lora", "unload", "policy@9999999999999999"), "NAME@N"),
     ],
 )
 def test_what_is_wrong_in_itself_is_said_without_a_server(command: tuple[str, ...], problem: str) -> None:
@@ -58,6 +67,24 @@ def test_what_is_wrong_in_itself_is_said_without_a_server(command: tuple[str, ..
     assert done.exit_code == ExitCode.USAGE, done.stderr
     assert problem in done.stderr
     assert done.stderr.count("\n") == 1
+    assert "^" not in done.stderr  # no regular expression
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("pause", "--lease", "90000"),
+        ("pause", "--lease", "1e9"),
+        ("status", "--deadline", "1e9"),
+        ("lora", "load", "policy", "--from", ".", "--revision", "99999999999999999999"),
+    ],
+)
+def test_a_number_beyond_what_the_controller_takes_is_wrong_usage(command: tuple[str, ...]) -> None:
+    """The limit is known here, and said; a server is not looked for."""
+    done = CliRunner().invoke(app, [*command], env=NOWHERE)
+    assert done.exit_code == ExitCode.USAGE, done.stderr
+    assert command[-2] in done.stderr
+    assert ("86400" if command[-1] != "99999999999999999999" else "9007199254740992") in done.stderr
 
 
 class Unwritable(io.StringIO):
