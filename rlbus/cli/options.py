@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import getpass
 import logging
+import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -116,6 +118,16 @@ def version_of(text: str | None) -> Version | None:
         shown = text if len(text) <= 2 * longest + 1 else f"{text[:longest]}..."
         raise ConfigError("--version", shown, "steps and incarnations go up to 2**53")
     return Version(incarnation=int(incarnation or 0), step=int(step))
+
+
+def roots_of(option: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    """The folders of `--weight-root` or `--lora-root`, absolute. Raises ConfigError: one has the sign that is between
+    folders in the variable by which they are handed on.
+    """
+    for root in given or ():
+        if os.pathsep in root:
+            raise ConfigError(option, root, f"give it once for each folder, whose name has no {os.pathsep!r}")
+    return tuple(str(Path(root).absolute()) for root in given or ())
 
 
 def op_id_of(text: str | None, shown_by: str) -> str | None:

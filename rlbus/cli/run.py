@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rlbus.cli.lora import FrontendUrl, frontend_of
-from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, checked, run_command
+from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, checked, roots_of, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.services import (
     PLANE,
@@ -65,11 +65,19 @@ SystemPort = Annotated[
 ]
 WeightRoots = Annotated[
     list[str] | None,
-    typer.Option("--weight-root", metavar="DIR", help="Folder below which `rlbus update` may load; may be repeated."),
+    typer.Option(
+        "--weight-root",
+        metavar="DIR",
+        help="Folder below which `rlbus update` may load; may be repeated. [env: RLBUS_WEIGHT_ROOTS, with : between]",
+    ),
 ]
 LoraRoots = Annotated[
     list[str] | None,
-    typer.Option("--lora-root", metavar="DIR", help="Folder below which adapters may be loaded from; may be repeated."),
+    typer.Option(
+        "--lora-root",
+        metavar="DIR",
+        help="Folder below which adapters may be loaded from; may be repeated. [env: RLBUS_LORA_ROOTS, with : between]",
+    ),
 ]
 
 
@@ -374,8 +382,8 @@ class _Worker:
         self._who = ""
         self._system_host = system_host
         self._system_port = system_port
-        self.roots = tuple(str(Path(root).absolute()) for root in weight_roots or ())
-        self.lora_roots = tuple(str(Path(root).absolute()) for root in lora_roots or ())
+        self.roots = checked(self._out, lambda: roots_of("--weight-root", weight_roots))
+        self.lora_roots = checked(self._out, lambda: roots_of("--lora-root", lora_roots))
         log_as_service()
 
     @property

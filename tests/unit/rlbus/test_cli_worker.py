@@ -186,3 +186,18 @@ def test_a_vllm_that_is_not_installed_is_said_before_a_server_is_looked_for(
     done = CliRunner().invoke(app, ["worker", *command], env=ENV)
     assert done.exit_code == ExitCode.USAGE, done.output
     assert 'pip install "rlbus[vllm]"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("fake",), "--weight-root"),
+        (("fake",), "--lora-root"),
+        (("dynamo", "--url", "http://h:1"), "--weight-root"),
+    ],
+)
+def test_two_folders_in_one_root_option_are_wrong_usage(command: tuple[str, ...], option: str) -> None:
+    """Its variable has them so; a process that is handed them on would have two other folders."""
+    done = CliRunner().invoke(app, ["worker", *command, option, "/a:/b"], env=ENV)
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert f"{option}='/a:/b': give it once for each folder" in done.stderr
