@@ -174,10 +174,11 @@ def test_a_refusal_stays_one_though_neither_stdout_nor_stderr_takes_it(
 def test_an_answer_that_does_not_arrive_is_a_failure(
     answers: dict[str, Report], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever asks a question into a file on a full disk has no answer."""
-    monkeypatch.setattr(sys, "stdout", Unwritable(errno.ENOSPC))
-    assert end_of("versions", "--json") == ExitCode.FAILED
-    assert capsys.readouterr().err == "rlbus: stdout: No space left on device\n"
+    """Whoever asks a question into a file on a full disk, or into nothing, has no answer."""
+    for stdout, why in ((Unwritable(errno.ENOSPC), "No space left on device"), (None, "it is closed")):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert end_of("versions", "--json") == ExitCode.FAILED
+        assert capsys.readouterr().err == f"rlbus: stdout: {why}\n"
 
 
 def test_a_verb_whose_output_is_read_has_it(answers: dict[str, Report], capsys: pytest.CaptureFixture[str]) -> None:
