@@ -210,7 +210,9 @@ def controller(
 def demo(
     engine: Annotated[str, typer.Option(help="torch, or vllm.")] = "torch",
     workers: Annotated[int, typer.Option(help="How many engines.", min=1)] = 2,
-    updates: Annotated[int, typer.Option(help="How many training steps.", min=1)] = 20,
+    updates: Annotated[
+        int, typer.Option(help="How many training steps; from 20 on the reward has to grow.", min=1)
+    ] = 20,
     json: Annotated[bool, typer.Option("--json", help="Only the last line, one JSON document, on stdout.")] = False,
 ) -> None:
     """Train a tiny model on real engines.

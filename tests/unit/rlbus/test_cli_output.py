@@ -422,3 +422,13 @@ def test_ctrl_c_while_it_is_loaded_or_ends_is_quiet(when: str, code: int) -> Non
     program = INTERRUPTED.replace("WHEN", repr(when))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_pause_that_everybody_refused_is_not_told_as_a_standstill(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was changed on anybody."""
+    fault = Fault(code=FaultCode.ASLEEP, message="sleeps")
+    refused = WorkerOutcome(worker=WorkerId("a/1"), outcome=Outcome.REFUSED, phase="pause", fault=fault)
+    phases = {"pause": 0.01, "resume": 0.0}
+    report = msgspec.structs.replace(report_of(OpStatus.FAILED), outcomes=(refused,), phases_s=phases, paused_s=0.01)
+    show_report(Output(False), report)
+    assert "stood still" not in capsys.readouterr().out

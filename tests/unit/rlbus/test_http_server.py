@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rlbus._http_server import config_of
+from rlbus._http_server import _bind, config_of
+from rlbus.errors import ConfigError
 from rlbus.testing import run
 
 pytestmark = pytest.mark.unit
@@ -28,3 +29,17 @@ def test_a_peer_is_who_it_is_whatever_its_headers_say(monkeypatch: pytest.Monkey
         assert seen == [(("127.0.0.1", 1234), "http")]
 
     run(main())
+
+
+def test_an_address_that_is_not_ours_is_blamed_on_the_host() -> None:
+    """Not on the port, which is free."""
+    with pytest.raises(ConfigError, match="can't listen there") as caught:
+        _bind("192.0.2.1", 0)
+    assert (caught.value.name, caught.value.value) == ("host", "192.0.2.1")
+    with pytest.raises(ConfigError) as caught:
+        _bind("999.1.1.1", 0)
+    assert caught.value.name == "host"
+    taken = _bind("127.0.0.1", 0)
+    with taken, pytest.raises(ConfigError, match=r"can't listen on 127\.0\.0\.1") as caught:
+        _bind("127.0.0.1", taken.getsockname()[1])
+    assert caught.value.name == "port"
