@@ -37,12 +37,11 @@ from rlbus.schemas import (
     WorkerId,
     split_worker_id,
 )
+from rlbus.schemas.requests import MAX_DEADLINE_S
 from rlbus.schemas.weights import MAX_VERSION_NUMBER
 from rlbus.transfer.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from rlbus.transfer.manifest import num_bytes
 
-# Largest deadline that a request may ask for, in seconds: nothing here waits for longer than a day.
-MAX_DEADLINE_S = 86_400.0
 # What a worker must serve to take part in an update, and for a verb.
 UPDATE_ROUTE = "update_weights_from_distributed"
 _ROUTE: dict[type[Request], str] = {

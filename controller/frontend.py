@@ -43,9 +43,14 @@ class Frontend:
     key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-            raise ConfigError("frontend_url", parts.hostname or "", "use http://host:port, the key apart from it")
+        try:
+            parts = urlsplit(self.url)
+            is_good = parts.scheme in ("http", "https") and parts.hostname and parts.username is None
+        except ValueError:
+            is_good = False
+        if not is_good:
+            shown = self.url if "@" not in self.url else "***@" + self.url.rpartition("@")[2]
+            raise ConfigError("frontend_url", shown, "use http://host:port, the key apart from it")
 
     async def models(self) -> frozenset[str]:
         """The models that it shows now.

@@ -92,11 +92,11 @@ def train_step(model: torch.nn.Module, seed: int, folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-3)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # there may be one of a fleet that is no more
     save_file({name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors")
 
 
-async def main(http_url: str, model_dir: str, output_dir: str, completions_url: str) -> None:
+async def main(http_url: str, model_dir: str, output_dir: Path, completions_url: str) -> None:
     """The first step with the fleet standing still, the next ones while rollouts are under way."""
     fleet = DynamoFleet(http_url)
     await fleet.discover()
@@ -104,7 +104,7 @@ async def main(http_url: str, model_dir: str, output_dir: str, completions_url: 
     model = load_model(model_dir)
     first = await fleet.last_step() + 1
     for step in range(first, first + NUM_STEPS):
-        folder = Path(output_dir) / f"nemo_step_{step}"
+        folder = output_dir / f"nemo_step_{step}"
         await asyncio.to_thread(train_step, model, step, folder)
         in_flight = step > first
         if in_flight:
@@ -117,4 +117,6 @@ async def main(http_url: str, model_dir: str, output_dir: str, completions_url: 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:5]))
+    discovery, model_folder, outputs, router = sys.argv[1:5]
+    # The workers have another current folder.
+    asyncio.run(main(discovery, model_folder, Path(outputs).absolute(), router))

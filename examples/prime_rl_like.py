@@ -62,6 +62,11 @@ class AdminPlane:
         answer = self._post("/update_weights", json={"weight_dir": folder.as_posix()}, timeout=UPDATE_S)
         return answer.headers["x-rlbus-version"]
 
+    def last_step(self) -> int:
+        """Of the fleet's version; 0 before the first. prime-rl itself knows it from its own checkpoint."""
+        version = self._get("/weight_info")["weight_version"]
+        return 0 if version == "default" else int(version.rpartition(".")[2])
+
     def _get(self, path: str) -> Any:
         return self._client.get(path).raise_for_status().json()
 
@@ -91,11 +96,12 @@ def main(http_url: str, model_dir: str, output_dir: str, completions_url: str) -
     workers = admin.wait_for_workers(str(Path(model_dir).absolute()))
     print(f"{len(workers)} workers with {sum(w['world_size'] for w in workers)} ranks are ready")
     model = load_model(model_dir)
-    for step in range(1, NUM_STEPS + 1):
+    first = admin.last_step() + 1
+    for step in range(first, first + NUM_STEPS):
         texts = [rollout(completions_url, seed) for seed in range(2)]
         train_step(model, step)
-        folder = Path(output_dir) / f"step_{step}"
-        folder.mkdir(parents=True)
+        folder = Path(output_dir).absolute() / f"step_{step}"  # the workers have another current folder
+        folder.mkdir(parents=True, exist_ok=True)  # there may be one of a fleet that is no more
         save_file({name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors")
         with admin.paused():
             version = admin.update_weights(folder)

@@ -5,6 +5,7 @@ Invariants: it is bound before it is announced, so the port is real; it leaves s
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -133,5 +134,8 @@ def _bind(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as exc:
-        raise ConfigError("port", port, f"can't listen on {host}: {exc.strerror or exc}") from exc
+        why = exc.strerror or str(exc)
+        if isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("host", host, f"can't listen there: {why}") from exc
+        raise ConfigError("port", port, f"can't listen on {host}: {why}") from exc
     return listener

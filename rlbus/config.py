@@ -85,7 +85,7 @@ class BusConfig:
         return tuple(self.url.split(","))
 
     def redacted(self) -> dict[str, str]:
-        """The settings for logs and `rlbus doctor`; secrets as `***`."""
+        """The settings for logs; secrets as `***`."""
         shown = {name: getattr(self, name) for name in ENV_NAMES if getattr(self, name) is not None}
         return {name: "***" if name in ("token", "password") else str(value) for name, value in shown.items()}
 

@@ -49,6 +49,8 @@ class ConfigError(RLBusError, ValueError):
         self.problem = problem
 
     def __str__(self) -> str:
+        if self.value is None or isinstance(self.value, bool):  # an option that wasn't given, or that takes no value
+            return f"{self.name}: {self.problem}"
         return f"{self.name}={self.value!r}: {self.problem}"
 
 

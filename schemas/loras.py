@@ -42,6 +42,11 @@ _LORA_NAME = re.compile(LORA_NAME_PATTERN)
 _LORA_ID = re.compile(r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})@([1-9][0-9]{0,15})$(?!\n)")
 
 
+def is_sha256(text: str) -> bool:
+    """Whether `text` is a checksum as it is sent: 64 lower-case hex digits."""
+    return _SHA256.search(text) is not None
+
+
 def is_lora_name(text: str) -> bool:
     """Whether `text` may name an adapter."""
     return _LORA_NAME.search(text) is not None
@@ -81,7 +86,7 @@ class ObjectSource(Wire, frozen=True, kw_only=True, tag_field="kind", tag="objec
         """Whether the key is a checksum. It becomes a part of subjects, and says what is deleted: a wildcard would mean
         every object of the fleet.
         """
-        return _SHA256.search(self.key) is not None
+        return is_sha256(self.key)
 
 
 LoraSource = FolderSource | ObjectSource

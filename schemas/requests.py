@@ -3,6 +3,9 @@
 from rlbus.schemas.base import Wire
 from rlbus.schemas.ids import OpId, Token, WorkerId
 
+# Largest deadline, and largest lease of a pause, that the controller takes, in seconds: nothing waits for over a day.
+MAX_DEADLINE_S = 86_400.0
+
 
 class Target(Wire, frozen=True, kw_only=True):
     """Which workers: all of the namespace (both None), those of some components, or those named."""

@@ -9,6 +9,8 @@ path lies on by its text, since to look could hang, too.
 """
 
 import asyncio
+import functools
+import logging
 import os
 import re
 import tempfile
@@ -19,8 +21,10 @@ from typing import TypeVar
 
 from rlbus.errors import refused
 from rlbus.schemas import FaultCode
-from rlbus.transfer.bounded import run_in_thread
+from rlbus.transfer.bounded import run_in_thread, start_in_thread
 from rlbus.workers.config import AgentConfig
+
+_log = logging.getLogger("rlbus.workers")
 
 T = TypeVar("T")
 
@@ -111,3 +115,17 @@ class DiskThreads:
 
 # The process has them, as it has its threads.
 DISK = DiskThreads()
+
+
+def warn_of_absent(config: AgentConfig) -> None:
+    """Log which of a worker's roots aren't there. No error: they may be mounted later. Called on a loop, when the
+    worker starts; waits for no disk.
+    """
+    for what, roots in (("weight root", config.weight_roots), ("adapter root", config.lora_roots)):
+        for root in roots:
+            start_in_thread(functools.partial(_warn_if_absent, what, root), name="rlbus disk")
+
+
+def _warn_if_absent(what: str, root: str) -> None:
+    if not os.path.isdir(root):
+        _log.warning("the %s %s is no folder (yet): until it is there, nothing is loaded from it", what, root)

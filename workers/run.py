@@ -17,6 +17,7 @@ from rlbus.errors import DeadlineError, EngineDeadError
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.agent import Agent
 from rlbus.workers.config import AgentConfig, Identity
+from rlbus.workers.disk import warn_of_absent
 from rlbus.workers.engines.base import Engine
 from rlbus.workers.ledger import opened
 from rlbus.workers.supervisor.beats import Beats
@@ -66,6 +67,7 @@ async def serve(
     beats = Beats.from_env(os.environ)
     agent_config = AgentConfig.from_env() if config is None else config
     system_config = SystemConfig.from_env() if system is None else system
+    warn_of_absent(agent_config)
     stop = _Stop()
     with _signals(stop) if handle_signals else nullcontext():
         try:

@@ -59,7 +59,13 @@ class HttpConfig:
                 raise ConfigError("--http-host", host, "give --http-port, too (0 takes a free one)")
             return None
         used_host = env.get(HOST_VARIABLE) or DEFAULT_HOST if host is None else host
-        return cls(host=used_host, port=used_port, token=env.get(TOKEN_VARIABLE) or None)
+        try:
+            return cls(host=used_host, port=used_port, token=env.get(TOKEN_VARIABLE) or None)
+        except ConfigError as exc:
+            option = {HOST_VARIABLE: ("--http-host", host), PORT_VARIABLE: ("--http-port", port)}.get(exc.name)
+            if option is None or option[1] is None:
+                raise
+            raise ConfigError(option[0], exc.value, exc.problem) from None
 
 
 def is_loopback(host: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rlbus.cli import dynamo, fleet, lora, run, sidecar_grpc, sidecars
-from rlbus.cli.output import EXIT_CODES
+from rlbus.cli.output import EXIT_CODES, Output, UnwrittenError
 
 _EPILOG = "Exit codes: " + "; ".join(f"{int(code)} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
 
@@ -55,5 +55,8 @@ def configure(
 
 
 def main() -> None:
-    """Entry of the `rlbus` command."""
-    app()
+    """Entry of the `rlbus` command, once it is loaded. Raises: SystemExit."""
+    try:
+        app()
+    except OSError as exc:  # of help and usage, which nobody else writes
+        raise SystemExit(int(Output(False).error(UnwrittenError(exc.strerror or type(exc).__name__)))) from None

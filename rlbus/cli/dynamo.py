@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlbus.cli.options import Json, run_command
+from rlbus.cli.options import Json, checked, roots_of, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.run import NoRestart, SystemHost, WeightRoots
-from rlbus.cli.services import end_of_worker, log_as_service, notice
+from rlbus.cli.services import PLANE, check_installed, end_of_worker, log_as_service, notice
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
 
@@ -93,7 +93,7 @@ def worker_dynamo(
         bus=bus,
         namespace=namespace,
         component=component,
-        roots=tuple(str(Path(root).absolute()) for root in weight_root or ()),
+        roots=checked(Output(json), lambda: roots_of("--weight-root", weight_root)),
         model_dir=None if model_dir is None else model_dir.absolute(),
         transfer=transfer,
         max_loras=max_loras,
@@ -103,6 +103,7 @@ def worker_dynamo(
         header=tuple(header or ()),
         trust_host=tuple(trust_host or ()),
     )
+    checked(adoption.out, lambda: check_installed("dynamo", "torch", PLANE))
     run_command(adoption.out, adoption.serve if no_restart else adoption.supervise)
 
 

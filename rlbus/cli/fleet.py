@@ -19,6 +19,7 @@ from rlbus.cli.options import (
     Workers,
     check_seconds,
     checked,
+    op_id_of,
     run_on_fleet,
     target_of,
     version_of,
@@ -90,7 +91,7 @@ def pause(
             "--lease",
             metavar="SECONDS",
             callback=check_seconds,
-            help="Resume by themselves after it; 0.1 or more. [default: never]",
+            help="Resume by themselves after it; 0.1 to 86400. [default: never]",
         ),
     ] = None,
     deadline: Deadline = None,
@@ -355,6 +356,7 @@ def history(
     Who asked for what and when, how it ended, and what a new controller had to settle.
     """
     out = Output(json)
+    checked(out, lambda: op_id_of(op_id, "rlbus history"))
 
     async def work(fleet: FleetClient) -> ExitCode:
         view = await fleet.history(limit, of_op_id=op_id, deadline_s=_deadline(deadline, QUESTION_DEADLINE_S))
@@ -381,6 +383,7 @@ def cancel(
     It ends like any other failure: undone, or reported. `rlbus history` then shows how.
     """
     out = Output(json)
+    checked(out, lambda: op_id_of(op_id, "rlbus status"))
 
     async def work(fleet: FleetClient) -> ExitCode:
         deadline_s = _deadline(deadline, QUESTION_DEADLINE_S)

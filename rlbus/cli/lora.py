@@ -15,8 +15,8 @@ from rlbus.cli.views import failure_text, lora_text, show_loras, show_report
 from rlbus.client import FleetClient
 from rlbus.errors import ConfigError
 from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S, check_name
-from rlbus.schemas import PauseMode, Report, Target, is_lora_name, split_lora_id
-from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S
+from rlbus.schemas import MAX_REVISION, PauseMode, Report, Target, is_lora_name, split_lora_id
+from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S, is_sha256
 
 if TYPE_CHECKING:
     from rlbus.controller.frontend import Frontend
@@ -55,7 +55,8 @@ def load(
         ),
     ],
     revision: Annotated[
-        int | None, typer.Option("--revision", metavar="N", min=1, help="[default: the name's next one]")
+        int | None,
+        typer.Option("--revision", metavar="N", min=1, max=MAX_REVISION, help="[default: the name's next one]"),
     ] = None,
     checksum: Annotated[
         str | None,
@@ -87,7 +88,7 @@ def load(
 
     out = Output(json)
     checked(out, lambda: check_name(name))
-    folder, is_shared = checked(out, lambda: _folder_of(source))
+    folder, is_shared = checked(out, lambda: _folder_of(source, checksum))
 
     async def verb(fleet: FleetClient, target: Target, on_progress: ProgressHandler) -> Report:
         return await fleet.load_lora(
@@ -209,23 +210,30 @@ def _end(report: Report) -> ExitCode:
     return code
 
 
-def _folder_of(source: str) -> tuple[Path, bool]:
+def _folder_of(source: str, checksum: str | None) -> tuple[Path, bool]:
     """The folder that `--from` means, and whether the workers read it by themselves. Raises ConfigError."""
+    if checksum is not None and not is_sha256(checksum):
+        raise ConfigError("--checksum", checksum, "use the 64 digits (0-9 a-f) of a SHA-256")
     if "://" not in source:
         folder = Path(source).absolute()
         if not folder.is_dir():
             raise ConfigError("--from", source, "no such folder here; file:///DIR is one that every worker reads")
         return folder, False
     parts = urlsplit(source)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+    folder = Path(unquote(parts.path))
+    is_elsewhere = parts.scheme != "file" or parts.netloc not in ("", "localhost") or parts.query or parts.fragment
+    if is_elsewhere or not folder.is_absolute():
         raise ConfigError("--from", source, "use a folder, or file:///DIR for one that every worker can read")
-    return Path(unquote(parts.path)), True
+    if checksum is None and not folder.is_dir():
+        problem = "no such folder here; one that only the workers see needs its --checksum"
+        raise ConfigError("--from", source, problem)
+    return folder, True
 
 
 def _named(text: str) -> tuple[str, int | None]:
     """(name, revision) of NAME[@N]. Raises ConfigError."""
     parts = split_lora_id(text)
-    if parts is not None:
+    if parts is not None and parts[1] <= MAX_REVISION:
         return parts
     if not is_lora_name(text):
         raise ConfigError("NAME", text, "use NAME, or NAME@N with a revision such as 7")

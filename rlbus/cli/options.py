@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import getpass
 import logging
+import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -17,6 +19,8 @@ from rlbus.client import FleetClient
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
 from rlbus.schemas import Target, Version, WorkerId, is_instance_id, is_token, split_worker_id
+from rlbus.schemas.requests import MAX_DEADLINE_S
+from rlbus.schemas.weights import MAX_VERSION_NUMBER
 
 # Below it no answer can come back, in seconds.
 MIN_DEADLINE_S = 0.1
@@ -50,16 +54,16 @@ Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to s
 
 
 def check_seconds(given: float | None) -> float | None:
-    """Of an option. Not `min`, which lets nan and infinity pass."""
-    if given is not None and not MIN_DEADLINE_S <= given < float("inf"):
-        raise typer.BadParameter(f"{given:g} is no number of seconds from {MIN_DEADLINE_S:g} on.")
+    """Of an option. Not `min` and `max`, which let nan pass."""
+    if given is not None and not MIN_DEADLINE_S <= given <= MAX_DEADLINE_S:
+        raise typer.BadParameter(f"use {MIN_DEADLINE_S:g} to {MAX_DEADLINE_S:g} seconds (a day), not {given:g}.")
     return given
 
 
 Deadline = Annotated[
     float | None,
     typer.Option(
-        "--deadline", metavar="SECONDS", callback=check_seconds, help="How long the whole may take; 0.1 or more."
+        "--deadline", metavar="SECONDS", callback=check_seconds, help="How long the whole may take; 0.1 to 86400."
     ),
 ]
 Components = Annotated[
@@ -108,7 +112,29 @@ def version_of(text: str | None) -> Version | None:
     incarnation, _, step = text.rpartition(".")
     if not step.isdecimal() or not (incarnation or "0").isdecimal():
         raise ConfigError("--version", text, "use a step such as 7, or incarnation.step such as 1.7")
+    # Longer ones aren't read at all: that takes time, and Python refuses it.
+    longest = len(str(MAX_VERSION_NUMBER))
+    if any(len(n) > longest or int(n) > MAX_VERSION_NUMBER for n in (incarnation or "0", step)):
+        shown = text if len(text) <= 2 * longest + 1 else f"{text[:longest]}..."
+        raise ConfigError("--version", shown, "steps and incarnations go up to 2**53")
     return Version(incarnation=int(incarnation or 0), step=int(step))
+
+
+def roots_of(option: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    """The folders of `--weight-root` or `--lora-root`, absolute. Raises ConfigError: one has the sign that is between
+    folders in the variable by which they are handed on.
+    """
+    for root in given or ():
+        if os.pathsep in root:
+            raise ConfigError(option, root, f"give it once for each folder, whose name has no {os.pathsep!r}")
+    return tuple(str(Path(root).absolute()) for root in given or ())
+
+
+def op_id_of(text: str | None, shown_by: str) -> str | None:
+    """The id of an op as it was typed, which `shown_by` shows. Raises ConfigError: it can't be one."""
+    if text is not None and not is_token(text):
+        raise ConfigError("OP", text, f"no op can be called so; `{shown_by}` shows its id")
+    return text
 
 
 def checked(out: Output, read: Callable[[], _Meant]) -> _Meant:

@@ -121,7 +121,7 @@ def interruption(error: BaseException) -> str:
 class Output:
     """Where one command writes; `is_json` is its `--json`.
 
-    Writing raises UnwrittenError, or BrokenPipeError; without any stdout nothing is written.
+    Writing raises UnwrittenError, also without any stdout, or BrokenPipeError.
     """
 
     def __init__(self, is_json: bool) -> None:
@@ -151,6 +151,8 @@ class Output:
 
     @staticmethod
     def _write(text: str) -> None:
+        if sys.stdout is None:
+            raise UnwrittenError("it is closed")
         try:
             typer.echo(text)  # which flushes
         except BrokenPipeError:
@@ -161,7 +163,7 @@ class Output:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """For what is written about something that has been done: the command ends as that did, read or not. A reader
-        that has enough is no news; anything else is said on stderr.
+        that has enough, or a stdout that was closed, is no news; anything else is said on stderr.
         """
         try:
             yield
@@ -169,7 +171,8 @@ class Output:
             _drop(sys.stdout)
         except UnwrittenError as exc:
             _drop(sys.stdout)
-            complain(f"rlbus: {exc}")
+            if sys.stdout is not None:
+                complain(f"rlbus: {exc}")
 
     def error(self, error: BaseException, code: ExitCode | None = None) -> ExitCode:
         """Write what went wrong: one line on stderr, with `--json` also the document. Returns how to end: as the error

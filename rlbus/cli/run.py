@@ -1,6 +1,5 @@
 """Commands that run the pieces: up, controller, worker, demo. They end with 0 on SIGINT or SIGTERM."""
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rlbus.cli.lora import FrontendUrl, frontend_of
-from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, run_command
+from rlbus.cli.options import HttpHost, HttpPort, Json, Namespace, Url, checked, roots_of, run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.services import (
+    PLANE,
+    check_installed,
     end_of_worker,
     log_as_service,
     supervised,
@@ -64,11 +65,19 @@ SystemPort = Annotated[
 ]
 WeightRoots = Annotated[
     list[str] | None,
-    typer.Option("--weight-root", metavar="DIR", help="Folder below which `rlbus update` may load; may be repeated."),
+    typer.Option(
+        "--weight-root",
+        metavar="DIR",
+        help="Folder below which `rlbus update` may load; may be repeated. [env: RLBUS_WEIGHT_ROOTS, with : between]",
+    ),
 ]
 LoraRoots = Annotated[
     list[str] | None,
-    typer.Option("--lora-root", metavar="DIR", help="Folder below which adapters may be loaded from; may be repeated."),
+    typer.Option(
+        "--lora-root",
+        metavar="DIR",
+        help="Folder below which adapters may be loaded from; may be repeated. [env: RLBUS_LORA_ROOTS, with : between]",
+    ),
 ]
 
 
@@ -201,7 +210,9 @@ def controller(
 def demo(
     engine: Annotated[str, typer.Option(help="torch, or vllm.")] = "torch",
     workers: Annotated[int, typer.Option(help="How many engines.", min=1)] = 2,
-    updates: Annotated[int, typer.Option(help="How many training steps.", min=1)] = 20,
+    updates: Annotated[
+        int, typer.Option(help="How many training steps; from 20 on the reward has to grow.", min=1)
+    ] = 20,
     json: Annotated[bool, typer.Option("--json", help="Only the last line, one JSON document, on stdout.")] = False,
 ) -> None:
     """Train a tiny model on real engines.
@@ -283,11 +294,8 @@ def worker_torch(
     """
 
     def make() -> "Engine":
-        try:
-            from rlbus.workers.engines.torch_engine import TorchEngine
-        except ImportError as exc:
-            raise ConfigError("engine", "torch", f'it needs torch: pip install "rlbus[torch]" ({exc})') from exc
         from rlbus.workers.config import AgentConfig
+        from rlbus.workers.engines.torch_engine import TorchEngine
 
         announced = worker.reachable_host(host)
         return TorchEngine(
@@ -301,11 +309,10 @@ def worker_torch(
         )
 
     worker = _Worker(url, namespace, component, instance_id, weight_root, json, lora_root, system_host, system_port)
+    checked(Output(json), lambda: check_installed("torch", "torch", (*PLANE, "safetensors")))
     if no_restart:
         worker.run(make)
         return
-    if importlib.util.find_spec("torch") is None:
-        worker.fail(ConfigError("engine", "torch", 'it needs torch: pip install "rlbus[torch]"'))
     roots = [part for root in worker.roots for part in ("--weight-root", root)]
     options = ("--ranks", str(ranks), "--host", host, "--port", str(port), "--max-loras", str(max_loras), *roots)
     worker.supervise(("torch", str(model.absolute()), *options, *worker.system_arguments))
@@ -346,6 +353,9 @@ def worker_vllm(
 
     if model.startswith("-"):
         worker.fail(ConfigError("MODEL", model, "give the model first, then vLLM's options"))
+    from rlbus.workers.vllm_server.supervisor import is_cpu_build
+
+    checked(Output(json), is_cpu_build)
     worker.run_supervised(serve)
 
 
@@ -374,8 +384,8 @@ class _Worker:
         self._who = ""
         self._system_host = system_host
         self._system_port = system_port
-        self.roots = tuple(str(Path(root).absolute()) for root in weight_roots or ())
-        self.lora_roots = tuple(str(Path(root).absolute()) for root in lora_roots or ())
+        self.roots = checked(self._out, lambda: roots_of("--weight-root", weight_roots))
+        self.lora_roots = checked(self._out, lambda: roots_of("--lora-root", lora_roots))
         log_as_service()
 
     @property
@@ -461,7 +471,7 @@ class _Worker:
     def run_supervised(self, serve: "Callable[[BusConfig, Named], Coroutine[Any, Any, int]]") -> None:
         """Look whether the bus is there, since an engine may take a minute to start, and run it under supervision."""
 
-        async def checked() -> ExitCode:
+        async def watched() -> ExitCode:
             from rlbus.connecting import connect_bus
             from rlbus.workers.supervisor.environment import Named
 
@@ -472,7 +482,7 @@ class _Worker:
             await (await connect_bus(bus_config, name="rlbus-worker")).aclose()
             return end_of_worker(await serve(bus_config, named), self._who, self._out)
 
-        run_command(self._out, checked)
+        run_command(self._out, watched)
 
     def _config(self) -> BusConfig:
         return BusConfig.from_env(url=self._url, namespace=self._namespace)

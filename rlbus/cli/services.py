@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import signal
 from collections.abc import Coroutine, Iterator
@@ -14,6 +15,27 @@ from rlbus.errors import BrokenError, ConfigError
 
 if TYPE_CHECKING:
     from rlbus.server import EmbeddedServer
+
+
+# Of the data plane: what every worker needs that takes part in a transfer by itself.
+PLANE = ("torch", "numpy")
+
+
+def check_installed(engine: str, extra: str, modules: tuple[str, ...]) -> None:
+    """Whether all modules of a worker are there; none is imported, which takes seconds.
+
+    Raises: ConfigError: one is missing; says what to install.
+    """
+    for module in modules:
+        if not _is_installed(module):
+            raise ConfigError("engine", engine, f'it needs {module}: pip install "rlbus[{extra}]"')
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
 
 
 async def until_stopped(service: Coroutine[Any, Any, ExitCode | None]) -> ExitCode:

@@ -1,6 +1,5 @@
 """`rlbus worker vllm-grpc`: a worker beside a vllm-rs server."""
 
-import importlib.util
 import os
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from rlbus.cli.options import Json
 from rlbus.cli.run import Component, InstanceId, NoRestart, SystemHost, SystemPort, WeightRoots, _Worker
+from rlbus.cli.services import PLANE, check_installed
 from rlbus.cli.sidecars import ApiKeyEnv, Bus, FleetName, Header, beside, headers_of, key_of, verbosity
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError
@@ -94,8 +94,7 @@ def _check(server: list[str] | None, target: str | None, *, no_restart: bool) ->
     """Raises: ConfigError."""
     from rlbus.workers.vllm_grpc.supervisor import binary, check_options
 
-    if importlib.util.find_spec("grpc") is None or importlib.util.find_spec("google.protobuf") is None:
-        raise ConfigError("engine", "vllm-grpc", 'it needs grpc: pip install "rlbus[grpc]"')
+    check_installed("vllm-grpc", "grpc", ("grpc", "google.protobuf", *PLANE))
     if (target is None) == (not server):
         problem = "give either the address of a running server, or `-- MODEL [vllm-rs options]`"
         raise ConfigError("--target", target, problem)

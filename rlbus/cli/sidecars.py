@@ -8,6 +8,7 @@ import typer
 
 from rlbus.cli.options import Json
 from rlbus.cli.run import Component, InstanceId, LoraRoots, NoRestart, SystemHost, SystemPort, WeightRoots, _Worker
+from rlbus.cli.services import PLANE, check_installed
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError
 
@@ -98,14 +99,17 @@ def worker_vllm_http(
             raise ConfigError("--no-restart", True, "it goes with --url; start the server yourself")
         if server:
             from rlbus.workers.vllm_http.supervisor import given_port
+            from rlbus.workers.vllm_server.supervisor import is_cpu_build
 
             given_port(server[1:])
+            is_cpu_build()
         elif small:
             raise ConfigError("--small", True, "it is for a server that is started here, not for one that runs")
         if url is not None:
             from rlbus.workers.peer_http import Peer
 
             peer = Peer.of(url, api_key=key, headers=headers)
+        check_installed("vllm-http", "torch", PLANE)
     except ConfigError as exc:
         worker.fail(exc)
     arguments = [part for text in header or () for part in ("--header", text)]

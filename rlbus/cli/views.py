@@ -248,7 +248,9 @@ def show_report(out: Output, report: Report) -> None:
         out.table(("WORKER", "OUTCOME", "PHASE", "SECONDS", "RESULT"), [_outcome_row(o) for o in report.outcomes])
     if len(report.phases_s) > 1:
         phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in report.phases_s.items())
-        paused = f"  (engines stood still for {report.paused_s:.2f})" if report.paused_s > 0 else ""
+        # Of who was refused nothing was changed, nor of who wasn't asked: nobody stood still.
+        is_paused = {outcome.outcome for outcome in report.outcomes} - {Outcome.REFUSED, Outcome.SKIPPED}
+        paused = f"  (engines stood still for {report.paused_s:.2f})" if report.paused_s > 0 and is_paused else ""
         out.line(f"seconds: {phases}{paused}")
 
 

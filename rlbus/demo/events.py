@@ -14,6 +14,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="r
     workers: tuple[str, ...]
 
 
+# From this number of updates on the reward has to have grown; fewer say nothing about training.
+MIN_GROWTH_UPDATES = 20
+
+
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
     """One training step, its update, and its probes.
 
@@ -67,7 +71,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"{self.probe_mismatches} probes differ from the trainer's model")
         if self.mixed_versions:
             found.append(f"{self.mixed_versions} workers were at another version than the update's")
-        if self.reward_last <= self.reward_first:
+        if self.updates >= MIN_GROWTH_UPDATES and self.reward_last <= self.reward_first:
             found.append("the reward didn't grow")
         return found
 

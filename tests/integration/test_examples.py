@@ -80,11 +80,11 @@ def test_an_example_runs_and_every_update_is_ok(url: str, model: Path, script: s
         assert "step" not in begin or ": ok, 1 of 1 workers" in text
 
 
-def run(script: str, *argv: str, **env: str) -> list[str]:
-    """The lines that an example prints."""
+def run(script: str, *argv: str, cwd: Path) -> list[str]:
+    """The lines that an example prints, in this folder."""
     command = [sys.executable, str(EXAMPLES / script), *argv]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -102,21 +102,28 @@ def fleet_of(url: str) -> tuple[int, str]:
 def test_the_orchestrator_of_prime_rl_needs_nothing_but_http(
     document: dict[str, str], model: Path, weights: Path
 ) -> None:
-    """Discovery, pause, a folder, resume; the fleet is at the next versions then, whatever it had before."""
-    before, completions = fleet_of(document["url"])
-    assert run("prime_rl_like.py", document["http_url"], str(model), str(weights), completions) == [
-        "1 workers with 1 ranks are ready",
-        f"step 1: 2 rollouts; the fleet is at 0.{before + 1}",
-        f"step 2: 2 rollouts; the fleet is at 0.{before + 2}",
-    ]
+    """Discovery, pause, a folder, resume; the fleet is at the next versions then, whatever it had before. The folder
+    may be named as seen from here, and be that of an earlier run.
+    """
+    for _ in range(2):
+        before, completions = fleet_of(document["url"])
+        where = (document["http_url"], str(model), weights.name, completions)
+        assert run("prime_rl_like.py", *where, cwd=weights.parent) == [
+            "1 workers with 1 ranks are ready",
+            f"step {before + 1}: 2 rollouts; the fleet is at 0.{before + 1}",
+            f"step {before + 2}: 2 rollouts; the fleet is at 0.{before + 2}",
+        ]
 
 
 def test_the_orchestrator_of_nemo_rl_refits_while_workers_generate(
     document: dict[str, str], model: Path, weights: Path
 ) -> None:
-    """Dynamo's discovery, and its routes on the workers' own addresses; the fleet knows of it all the same."""
+    """Dynamo's discovery, and its routes on the workers' own addresses; the fleet knows of it all the same. Its folder
+    may be named as seen from here, and have steps of a fleet that is no more.
+    """
     before, completions = fleet_of(document["url"])
-    assert run("nemo_rl_like.py", document["http_url"], str(model), str(weights), completions) == [
+    (weights / f"nemo_step_{before + 1}").mkdir()
+    assert run("nemo_rl_like.py", document["http_url"], str(model), weights.name, completions, cwd=weights.parent) == [
         "1 workers with 1 ranks are ready",
         f"step {before + 1}: refitted paused; 64 tokens",
         f"step {before + 2}: refitted while it generated; 64 tokens",

@@ -11,6 +11,7 @@ from rlbus.config import BusConfig
 from rlbus.connecting import connect_bus
 from rlbus.errors import ConfigError
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.disk import warn_of_absent
 from rlbus.workers.dynamo.adoption import Adopting, Adoption, Discovery, Source, StaticUrl
 from rlbus.workers.dynamo.copies import sweep
 from rlbus.workers.dynamo.engine import EngineOptions
@@ -95,6 +96,7 @@ async def serve(
     sources = where.sources()
     beats = Beats.from_env(os.environ)
     agent = AgentConfig.from_env() if config is None else config
+    warn_of_absent(agent)
     how = Adopting(
         namespace=bus_config.namespace,
         # A worker that comes back within this process is another boot of it.

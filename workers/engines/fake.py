@@ -252,7 +252,7 @@ class FakeEngine(WithLoras, WithNative, WithDraft):
         try:
             self._read(path)
         except (OSError, ValueError, TypeError) as exc:
-            raise refused(FaultCode.MANIFEST_MISMATCH, f"{path}: {type(exc).__name__}", path=path) from exc
+            raise refused(FaultCode.MANIFEST_MISMATCH, _unread(path, exc), path=path) from exc
 
     async def checkpoint_sums(self, path: str) -> tuple[TensorSum, ...]:
         """See `Engine`. Those of a transfer of the same version."""
@@ -267,7 +267,7 @@ class FakeEngine(WithLoras, WithNative, WithDraft):
         try:
             content = self._read(path)
         except (OSError, ValueError, TypeError) as exc:
-            raise UpdateFailedError(_failed(f"{path}: {type(exc).__name__}"), weights_touched=False) from exc
+            raise UpdateFailedError(_failed(_unread(path, exc)), weights_touched=False) from exc
         for index, spec in enumerate(self.tensors):
             if index == step.after_parts and step.fault is not None:
                 raise UpdateFailedError(step.fault, _claim(step, index > 0))
@@ -468,6 +468,11 @@ def _sum(spec: TensorSpec, held: dict[str, Version], wrong: str | None) -> Tenso
 
 def _claim(step: Step, is_touched: bool) -> bool:
     return is_touched if step.claims_touched is None else step.claims_touched
+
+
+def _unread(path: str, exc: Exception) -> str:
+    why = exc.strerror if isinstance(exc, OSError) and exc.strerror else f"it is garbled ({type(exc).__name__})"
+    return f"{path} is no folder that a fake engine can load: {CHECKPOINT}: {why}"
 
 
 def _failed(message: str) -> Fault:

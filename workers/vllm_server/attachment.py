@@ -18,6 +18,7 @@ from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
 from rlbus.workers.addresses import advertised_host, reachable_host
 from rlbus.workers.config import AgentConfig, Identity
+from rlbus.workers.disk import warn_of_absent
 from rlbus.workers.ledger import opened
 from rlbus.workers.supervisor.beats import Beats
 from rlbus.workers.vllm_server.probe import Probe
@@ -159,6 +160,7 @@ class Attachment:
                 self._llm, completions_url=url, run_dir=self._env.run_dir, guards=self._guards, models=models
             )
             probe = Probe(engine)
+            warn_of_absent(self._env.agent)
             tasks = [asyncio.ensure_future(probe.run())]
             if self._beats is not None:
                 tasks.append(asyncio.ensure_future(self._beats.run(lambda: probe.answers)))

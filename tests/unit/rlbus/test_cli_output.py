@@ -388,3 +388,47 @@ def test_a_reader_that_has_enough_is_no_error_to_report() -> None:
     assert program.stderr is not None
     with program.stderr as said:
         assert (said.read(), program.wait(30.0)) == (b"", int(ExitCode.FAILED))
+
+
+def test_help_that_cannot_be_written_is_a_failure_in_one_line() -> None:
+    """Not a traceback."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rlbus", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (int(ExitCode.FAILED), "rlbus: stdout: No space left on device\n")
+
+
+# Sends itself Ctrl-C when a module is about to be loaded, and when all is done.
+INTERRUPTED = """
+import atexit, os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == WHEN:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+if WHEN == "the end":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.argv[1:] = ["--help"]
+runpy.run_module("rlbus", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("when", "code"), [("rlbus.cli.app", 130), ("rlbus.errors", 130), ("the end", 0)])
+def test_ctrl_c_while_it_is_loaded_or_ends_is_quiet(when: str, code: int) -> None:
+    """Before there is anything to take back it ends with 130, and afterwards as it had ended."""
+    program = INTERRUPTED.replace("WHEN", repr(when))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_pause_that_everybody_refused_is_not_told_as_a_standstill(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was changed on anybody."""
+    fault = Fault(code=FaultCode.ASLEEP, message="sleeps")
+    refused = WorkerOutcome(worker=WorkerId("a/1"), outcome=Outcome.REFUSED, phase="pause", fault=fault)
+    phases = {"pause": 0.01, "resume": 0.0}
+    report = msgspec.structs.replace(report_of(OpStatus.FAILED), outcomes=(refused,), phases_s=phases, paused_s=0.01)
+    show_report(Output(False), report)
+    assert "stood still" not in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_an_option_of_the_other_way_to_run_a_grpc_sidecar_is_refused(
     monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/bin/true")
     done = CliRunner().invoke(app, ["worker", "vllm-grpc", *arguments], env={"RLBUS_URL": None})
     assert done.exit_code == ExitCode.USAGE, done.output
-    assert f"rlbus: {name}=" in done.stderr
+    assert f"rlbus: {name}" in done.stderr
 
 
 def test_headers_and_key_are_read_as_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,21 @@ def test_a_number_of_seconds_that_is_none_is_wrong_usage(command: tuple[str, ...
         (("pause", "-c", "backend", "-w", "backend/1"), "--component or --worker"),
         (("versions", "-w", "nobody"), "COMPONENT/ID"),
         (("update", "--from", "/weights", "--version", "newest"), "--version"),
+        (("update", "--from", "/weights", "--version", "99999999999999999999999"), "2**53"),
+        (("update", "--from", "/weights", "--version", "1" * 5000), "2**53"),
+        (("cancel", "bad id"), "`rlbus status`"),
+        (("history", "bad id"), "`rlbus history`"),
         (("status", "--watch", "--json"), "--watch"),
         (("lora", "list", "-c", "a b"), "--component"),
         (("lora", "load", "policy", "--from", "s3://bucket/policy"), "--from"),
         (("lora", "load", "policy", "--from", "/nonexistent"), "no such folder"),
+        (("lora", "load", "policy", "--from", "file:///nope"), "--checksum"),
+        (("lora", "load", "policy", "--from", "file:///nope", "--checksum", "zz"), "64 digits"),
+        (("lora", "load", "policy", "--from", ".", "--checksum", "A" * 64), "64 digits"),
+        (("lora", "load", "policy", "--from", "file://", "--checksum", "a" * 64), "--from"),
         (("lora", "load", "policy@7", "--from", "."), "revision"),
         (("lora", "unload", "policy@@"), "NAME@N"),
+        (("lora", "unload", "policy@9999999999999999"), "NAME@N"),
     ],
 )
 def test_what_is_wrong_in_itself_is_said_without_a_server(command: tuple[str, ...], problem: str) -> None:
@@ -58,6 +67,24 @@ def test_what_is_wrong_in_itself_is_said_without_a_server(command: tuple[str, ..
     assert done.exit_code == ExitCode.USAGE, done.stderr
     assert problem in done.stderr
     assert done.stderr.count("\n") == 1
+    assert "^" not in done.stderr  # no regular expression
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("pause", "--lease", "90000"),
+        ("pause", "--lease", "1e9"),
+        ("status", "--deadline", "1e9"),
+        ("lora", "load", "policy", "--from", ".", "--revision", "99999999999999999999"),
+    ],
+)
+def test_a_number_beyond_what_the_controller_takes_is_wrong_usage(command: tuple[str, ...]) -> None:
+    """The limit is known here, and said; a server is not looked for."""
+    done = CliRunner().invoke(app, [*command], env=NOWHERE)
+    assert done.exit_code == ExitCode.USAGE, done.stderr
+    assert command[-2] in done.stderr
+    assert ("86400" if command[-1] != "99999999999999999999" else "9007199254740992") in done.stderr
 
 
 class Unwritable(io.StringIO):
@@ -147,10 +174,11 @@ def test_a_refusal_stays_one_though_neither_stdout_nor_stderr_takes_it(
 def test_an_answer_that_does_not_arrive_is_a_failure(
     answers: dict[str, Report], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever asks a question into a file on a full disk has no answer."""
-    monkeypatch.setattr(sys, "stdout", Unwritable(errno.ENOSPC))
-    assert end_of("versions", "--json") == ExitCode.FAILED
-    assert capsys.readouterr().err == "rlbus: stdout: No space left on device\n"
+    """Whoever asks a question into a file on a full disk, or into nothing, has no answer."""
+    for stdout, why in ((Unwritable(errno.ENOSPC), "No space left on device"), (None, "it is closed")):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert end_of("versions", "--json") == ExitCode.FAILED
+        assert capsys.readouterr().err == f"rlbus: stdout: {why}\n"
 
 
 def test_a_verb_whose_output_is_read_has_it(answers: dict[str, Report], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from rlbus.cli.app import app
 from rlbus.cli.options import run_command
 from rlbus.cli.output import ExitCode, Output
 from rlbus.cli.services import log_as_service
+from rlbus.errors import BrokenError
 
 pytestmark = pytest.mark.unit
 
@@ -130,3 +133,71 @@ def test_a_service_shows_a_traceback_only_if_asked(
         run_command(Output(False), work)
     assert caught.value.exit_code == ExitCode.FAILED
     assert any(record.exc_info for record in caplog.records) is is_shown
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-restart",)])
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        (("torch", "."), "torch", "torch"),
+        (("torch", "."), "safetensors", "torch"),
+        (("vllm-http", "--url", "http://h:1"), "torch", "torch"),
+        (("dynamo", "--url", "http://h:1"), "torch", "torch"),
+        (("dynamo", "--url", "http://h:1"), "numpy", "torch"),
+        (("vllm-grpc", "--target", "h:1"), "grpc", "grpc"),
+        (("vllm-grpc", "--target", "h:1"), "google", "grpc"),
+        (("vllm-grpc", "--target", "h:1"), "torch", "grpc"),
+    ],
+)
+def test_a_worker_whose_modules_are_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: tuple[str, ...],
+    missing: str,
+    extra: str,
+    flags: tuple[str, ...],
+) -> None:
+    """At once, instead of a process that dies again and again of an error that asks to be reported."""
+    monkeypatch.chdir(tmp_path)
+    # What else it needs is there: the modules that it doesn't get to are never imported.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.split(".")[0] == missing else name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    done = CliRunner().invoke(app, ["worker", *command, *flags], env=ENV)
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert f"it needs {missing}" in done.stderr
+    assert f'pip install "rlbus[{extra}]"' in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("vllm", "MODEL"), ("vllm-http", "--", "MODEL")])
+def test_a_vllm_that_is_not_installed_is_said_before_a_server_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """With what brings it, and all that the worker itself needs."""
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    async def connect(config: Any, *, name: str) -> NoBus:
+        raise BrokenError("nats", "no server")
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr("rlbus.connecting.connect_bus", connect)
+    done = CliRunner().invoke(app, ["worker", *command], env=ENV)
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert 'pip install "rlbus[vllm]"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("fake",), "--weight-root"),
+        (("fake",), "--lora-root"),
+        (("dynamo", "--url", "http://h:1"), "--weight-root"),
+    ],
+)
+def test_two_folders_in_one_root_option_are_wrong_usage(command: tuple[str, ...], option: str) -> None:
+    """Its variable has them so; a process that is handed them on would have two other folders."""
+    done = CliRunner().invoke(app, ["worker", *command, option, "/a:/b"], env=ENV)
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert f"{option}='/a:/b': give it once for each folder" in done.stderr

@@ -148,3 +148,12 @@ def test_refused_builds_the_class_of_its_code_with_detail_as_text() -> None:
     error = errors.refused(FaultCode.STALE_TERM, "old", retryable=True, term=3)
     assert type(error) is errors.StaleError
     assert error.fault == Fault(code=FaultCode.STALE_TERM, message="old", retryable=True, detail={"term": "3"})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "--url: why"), (True, "--url: why"), (False, "--url: why"), ("", "--url='': why"), (0, "--url=0: why")],
+)
+def test_a_setting_without_a_value_is_shown_without_one(value: object, text: str) -> None:
+    """None and True are words of Python, which nobody typed."""
+    assert str(errors.ConfigError("--url", value, "why")) == text

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rlbus._http_server import KEEPALIVE, _bind, config_of
+from rlbus.errors import ConfigError
 from rlbus.testing import run
 
 pytestmark = pytest.mark.unit
@@ -45,3 +46,17 @@ def test_a_connection_whose_client_vanished_ends_by_itself() -> None:
         assert found["TCP_KEEPIDLE"] + found["TCP_KEEPINTVL"] * found["TCP_KEEPCNT"] == 20
     finally:
         listener.close()
+
+
+def test_an_address_that_is_not_ours_is_blamed_on_the_host() -> None:
+    """Not on the port, which is free."""
+    with pytest.raises(ConfigError, match="can't listen there") as caught:
+        _bind("192.0.2.1", 0)
+    assert (caught.value.name, caught.value.value) == ("host", "192.0.2.1")
+    with pytest.raises(ConfigError) as caught:
+        _bind("999.1.1.1", 0)
+    assert caught.value.name == "host"
+    taken = _bind("127.0.0.1", 0)
+    with taken, pytest.raises(ConfigError, match=r"can't listen on 127\.0\.0\.1") as caught:
+        _bind("127.0.0.1", taken.getsockname()[1])
+    assert caught.value.name == "port"

@@ -1,6 +1,7 @@
 """Folders that callers name, on a disk that hangs: what that costs the process."""
 
 import asyncio
+import logging
 import os
 import re
 import threading
@@ -18,7 +19,7 @@ from rlbus.testing import run
 from rlbus.workers import disk as disk_module
 from rlbus.workers import folder_sums, preconditions
 from rlbus.workers.config import AgentConfig
-from rlbus.workers.disk import DiskThreads, mounted, place_of
+from rlbus.workers.disk import DiskThreads, mounted, place_of, warn_of_absent
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.folder_sums import read_sums
 from rlbus.workers.lora_files import LoraFiles
@@ -32,6 +33,13 @@ LENT = {"find_tokenizer", "self._generator.close", "expected_tensors", "expected
 LENT |= {"expected_of", "expected_from", "_slim"}
 # Or on folders that only rlbus writes in: copies of adapters that a sidecar has left.
 LENT |= {"written.wait", "sweep"}
+
+
+def join_all() -> None:
+    """Returns when no thread reads any more."""
+    for thread in threading.enumerate():
+        if thread.name == "rlbus disk":
+            thread.join()
 
 
 class HungDisk:
@@ -52,9 +60,7 @@ class HungDisk:
     def come_back(self) -> None:
         """From now on nobody hangs; returns when no thread is in it."""
         self.released.set()
-        for thread in threading.enumerate():
-            if thread.name == "rlbus disk":
-                thread.join()
+        join_all()
 
     async def hold(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Make a call; returns once it hangs."""
@@ -223,3 +229,29 @@ def test_workers_read_no_named_folder_in_the_threads_of_the_loop() -> None:
         name for path in Path(root).rglob("*.py") for name in re.findall(r"to_thread\(\s*([\w.]+)", path.read_text())
     }
     assert found <= LENT
+
+
+def test_a_root_that_is_not_there_is_warned_of_and_waited_for(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """By its name, when a worker starts; it is no error, since it may be mounted later."""
+    away, there = str(tmp_path / "away"), str(tmp_path)
+    config = AgentConfig(weight_roots=(away, there), lora_roots=(away,))
+
+    async def start() -> None:
+        warn_of_absent(config)
+
+    with caplog.at_level(logging.WARNING):
+        run(start())
+        join_all()
+    told = {record.getMessage().partition(" is no folder")[0] for record in caplog.records}
+    assert told == {f"the weight root {away}", f"the adapter root {away}"}
+
+
+def test_a_root_that_hangs_keeps_no_worker_from_starting(hung: HungDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the look at it."""
+    monkeypatch.setattr("rlbus.workers.disk.os.path.isdir", hung.look)
+
+    async def start() -> None:
+        warn_of_absent(AgentConfig(weight_roots=(DEAD,)))
+
+    asyncio.run(start())
+    hung.come_back()

@@ -53,3 +53,11 @@ def test_a_port_that_is_none_is_named(text: str) -> None:
     """With its variable."""
     with pytest.raises(ConfigError, match="RLBUS_HTTP_PORT"):
         HttpConfig.from_env(environ={"RLBUS_HTTP_PORT": text})
+
+
+def test_what_was_given_by_an_option_is_blamed_on_the_option() -> None:
+    """And what came by its variable on that."""
+    with pytest.raises(ConfigError, match=r"--http-host='0\.0\.0\.0'"):
+        HttpConfig.from_env(host="0.0.0.0", port=1, environ={})
+    with pytest.raises(ConfigError, match=r"RLBUS_HTTP_HOST='0\.0\.0\.0'"):
+        HttpConfig.from_env(port=1, environ={"RLBUS_HTTP_HOST": "0.0.0.0"})

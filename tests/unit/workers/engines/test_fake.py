@@ -1,10 +1,11 @@
 """The fake engine does what its script says, and notices what a real engine would suffer in silence."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from rlbus.errors import EngineDeadError, EngineError
+from rlbus.errors import EngineDeadError, EngineError, ManifestError
 from rlbus.schemas import FaultCode, GroupPlan, PauseMode, RankSpan, Rendezvous, Version
 from rlbus.testing import run
 from rlbus.transfer.fake import fake_sum
@@ -218,5 +219,22 @@ def test_flush_makes_held_requests_compute_their_prefix_again() -> None:
         await request.ended.wait()
         assert request.prefix not in (None, old)
         await engine.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file or directory"), ("{", "garbled"), ("[]", "garbled")])
+def test_folder_that_it_cannot_load_is_told_in_words(tmp_path: Path, content: str | None, why: str) -> None:
+    """Not by the name of an exception, which says nothing to whoever tries rlbus out with it."""
+    if content is not None:
+        (tmp_path / "fake_weights.json").write_text(content)
+
+    async def main() -> None:
+        engine = await joined()
+        with pytest.raises(ManifestError, match=why) as refused:
+            await engine.check_checkpoint(str(tmp_path))
+        with pytest.raises(UpdateFailedError, match=why) as failed:
+            await engine.load_weights(str(tmp_path), V1)
+        assert "FileNotFoundError" not in f"{refused.value} {failed.value}"
 
     run(main())
