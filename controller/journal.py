@@ -10,13 +10,14 @@ is tried again while we lead. One that finds another leader's ends our leadershi
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from rlbus._clock import Clock
-from rlbus._kv import Kv
+from rlbus._kv import Entry, Kv
 from rlbus.codec import decode, encode
 from rlbus.errors import BrokenError, ConflictError, DeadlineError, DecodeError, PayloadTooLargeError
 from rlbus.schemas import (
@@ -66,6 +67,8 @@ class Journal:
         self.mark: FleetMark | None = None
         self._kv = kv
         self._clock = clock
+        # What was read of a journal that isn't open yet.
+        self._found: dict[str, Entry | None] = {}
         # By op id, oldest first.
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._mark_revision: int | None = None
@@ -80,25 +83,35 @@ class Journal:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Read everything; may be called again if it failed. Raises: as `Kv`. Cancel: leaves nothing."""
+        """Read everything; if it failed, called again it asks for the rest. Raises: as `Kv`. Cancel: leaves nothing."""
         keys = await self._kv.keys(OPS)
-        kept: list[_Kept] = []
         for start in range(0, len(keys), READ_BATCH):
-            found = await asyncio.gather(*(self._kv.get(key) for key in keys[start : start + READ_BATCH]))
-            for key, there in zip(keys[start : start + READ_BATCH], found, strict=True):
-                if there is None:
-                    continue
-                if (entry := _readable(there.value, JournalEntry, key)) is not None:
-                    kept.append(_Kept(entry, there.revision))
+            await self._read(keys[start : start + READ_BATCH])
+        await self._read((VERSION_KEY, LORAS_KEY))
+        kept: list[_Kept] = []
+        for key in keys:
+            there = self._found[key]
+            if there is not None and (entry := _readable(there.value, JournalEntry, key)) is not None:
+                kept.append(_Kept(entry, there.revision))
         self._kept.clear()
         for one in sorted(kept, key=lambda k: (k.entry.item.term, k.entry.item.began_at)):
             self._kept[one.entry.item.op_id] = one
-        mark = await self._kv.get(VERSION_KEY)
+        mark, loras = self._found[VERSION_KEY], self._found[LORAS_KEY]
         if mark is not None:
             self.mark, self._mark_revision = _readable(mark.value, FleetMark, VERSION_KEY), mark.revision
-        loras = await self._kv.get(LORAS_KEY)
         if loras is not None:
             self.lora_mark, self._lora_revision = _readable(loras.value, LoraMark, LORAS_KEY), loras.revision
+        self._found.clear()
+
+    async def _read(self, keys: Sequence[str]) -> None:
+        missing = [key for key in keys if key not in self._found]
+        answers = await asyncio.gather(*map(self._kv.get, missing), return_exceptions=True)
+        for key, answer in zip(missing, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                self._found[key] = answer
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
 
     @property
     def entries(self) -> tuple[JournalEntry, ...]:

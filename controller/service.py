@@ -266,7 +266,7 @@ class Controller:
             return
         match request:
             case PutManifestPage():
-                self._put_page(request, message)
+                self._take(message, request.op_id, self._manifests.put(request.page))
             case GetFleet():
                 self._reply(message, self._viewing.page(request.limit, request.after))
             case GetHistory():
@@ -297,14 +297,15 @@ class Controller:
         _log.info("request on %s refused: %s", message.subject, why.message)
         self._reply(message, Refusal(op_id=op_id, fault=why))
 
-    def _put_page(self, request: PutManifestPage, message: Message) -> None:
-        problem = self._manifests.put(request.page)
-        if problem is not None:
-            self._refuse(message, request.op_id, problem)
-            return
-        self._reply(message, OpAccepted(op_id=request.op_id))
+    def _take(self, message: Message, op_id: str, problem: Fault | None) -> None:
+        """Say that a short request was taken, or why not."""
+        if problem is None:
+            self._reply(message, OpAccepted(op_id=op_id))
+        else:
+            self._refuse(message, op_id, problem)
 
     def _cancel(self, request: CancelOp, message: Message) -> None:
+        problem: Fault | None = None
         why = fault(FaultCode.CANCELLED, f"cancelled by {request.caller}")
         running = self._desk.running(request.of_op_id)
         if running is not None:
@@ -313,10 +314,8 @@ class Controller:
             self._waiting.refuse(request.of_op_id, why)
         elif not self._giving_way.withdraw(request.of_op_id, why):
             what = "has ended" if self._desk.has_ended(request.of_op_id) else "isn't known"
-            unknown_op = fault(FaultCode.UNKNOWN_OP, f"op {request.of_op_id} {what}", op_id=request.of_op_id)
-            self._refuse(message, request.op_id, unknown_op)
-            return
-        self._reply(message, OpAccepted(op_id=request.op_id))
+            problem = fault(FaultCode.UNKNOWN_OP, f"op {request.of_op_id} {what}", op_id=request.of_op_id)
+        self._take(message, request.op_id, problem)
 
     def _tell_history(self, request: GetHistory, message: Message) -> None:
         told = NO_JOURNAL if self._succession is None else self._succession.history(request)
@@ -326,19 +325,15 @@ class Controller:
             self._reply(message, told)
 
     def _signal(self, request: SenderSignal, message: Message) -> None:
-        if self._callers.heard(request, asyncio.get_running_loop().time()):
-            self._reply(message, OpAccepted(op_id=request.op_id))
-            return
-        running = self._desk.running(request.of_op_id)
-        if running is None or running.update is None:
-            nobody = f"no update {request.of_op_id} is running here"
-            self._refuse(message, request.op_id, fault(FaultCode.UNKNOWN_OP, nobody, op_id=request.of_op_id))
-            return
-        problem = running.update.on_signal(request)
-        if problem is not None:
-            self._refuse(message, request.op_id, problem)
-            return
-        self._reply(message, OpAccepted(op_id=request.op_id))
+        problem: Fault | None = None
+        if not self._callers.heard(request, asyncio.get_running_loop().time()):
+            running = self._desk.running(request.of_op_id)
+            if running is not None and running.update is not None:
+                problem = running.update.on_signal(request)
+            else:
+                nobody = f"no update {request.of_op_id} is running here"
+                problem = fault(FaultCode.UNKNOWN_OP, nobody, op_id=request.of_op_id)
+        self._take(message, request.op_id, problem)
 
     def _wait_ready(self, request: WaitReady, message: Message) -> None:
         waiter = self._waiting.get(request.op_id)

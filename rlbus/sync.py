@@ -82,10 +82,20 @@ class LoopThread:
                 raise self._broken()  # it ran when the loop ended
             return call.ended.result()
         except BaseException:
-            if not call.ended.done() and self.is_alive:
+            self._give_up(call)
+            raise
+
+    def _give_up(self, call: "_Call[Any]") -> None:
+        """Let it undo what it began, if the loop still can."""
+        if call.ended.done():
+            return
+        if self.is_alive:
+            with contextlib.suppress(BrokenError, ClosedError):
                 self._schedule(call.cancel)
                 concurrent.futures.wait([call.ended], timeout=INTERRUPT_LIMIT_S)
-            raise
+                return
+        self._thread.join(CLOSE_LIMIT_S)
+        call.drop()
 
     @property
     def is_alive(self) -> bool:
@@ -125,7 +135,7 @@ class LoopThread:
 
 
 class _Call(Generic[T]):
-    """One coroutine that another thread waits for. `start` and `cancel` are called on the loop."""
+    """One coroutine that another thread waits for. `start` and `cancel` are called on the loop, `drop` once it has ended."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         # Comes to its end only when the coroutine has: one that is cancelled undoes first what it began.
@@ -145,6 +155,11 @@ class _Call(Generic[T]):
         else:
             self._work.close()
             self.ended.set_exception(concurrent.futures.CancelledError())
+
+    def drop(self) -> None:
+        """The loop has ended, before it began this or after it."""
+        if self._task is None:
+            self._work.close()
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():

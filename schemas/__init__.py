@@ -175,6 +175,7 @@ from rlbus.schemas.loras import (
     Sha256,
     UnloadLora,
     is_lora_name,
+    is_sha256,
     lora_id,
     split_lora_id,
 )
@@ -298,6 +299,7 @@ __all__ = [
     "LoadLora",
     "LoadLoraFleet",
     "LoadWeights",
+    "is_sha256",
     "lora_id",
     "LoraBehind",
     "LoraDraining",

@@ -300,8 +300,7 @@ class Agent:
 
     def submit(self, op_id: str, body: PauseGeneration) -> None:
         """Take a command of the agent's own."""
-        expires_at = self._bus.clock.now() + OWN_OP_S
-        command = Command(op_id=op_id, term=self._state.term, expires_at=expires_at, body=body)
+        command = Command(op_id=op_id, term=self._state.term, expires_at=self._bus.clock.now() + OWN_OP_S, body=body)
         self.take(command, None, route_of(body))
 
     def _adopt(self, before: "Agent") -> None:

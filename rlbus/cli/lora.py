@@ -15,8 +15,8 @@ from rlbus.cli.views import failure_text, lora_text, show_loras, show_report
 from rlbus.client import FleetClient
 from rlbus.errors import ConfigError
 from rlbus.lora_verbs import LIST_DEADLINE_S, LOAD_DEADLINE_S, UNLOAD_DEADLINE_S, check_name
-from rlbus.schemas import MAX_REVISION, PauseMode, Report, Target, is_lora_name, split_lora_id
-from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S, is_sha256
+from rlbus.schemas import MAX_REVISION, PauseMode, Report, Target, is_lora_name, is_sha256, split_lora_id
+from rlbus.schemas.loras import DEFAULT_DRAIN_S, MAX_DRAIN_S
 
 if TYPE_CHECKING:
     from rlbus.controller.frontend import Frontend

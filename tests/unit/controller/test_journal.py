@@ -1,6 +1,7 @@
 """The journal of a leader: written before an op begins, behind it afterwards, and never over a later leader's."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -54,6 +55,26 @@ async def opened(transport: MemoryTransport, term: int) -> Journal:
 def report(op_id: str, status: OpStatus = OpStatus.OK, **changes: Any) -> Report:
     outcomes = tuple(WorkerOutcome(worker=w, outcome=Outcome.OK, phase="flush") for w in WORKERS)
     return Report(op_id=op_id, op="flush", status=status, outcomes=outcomes, phases_s={}, took_s=1.0, **changes)
+
+
+def test_a_journal_that_could_be_read_in_part_is_asked_for_the_rest_alone() -> None:
+    """While a fifth of the store's calls is lost: to begin anew each time would take a leader for ever."""
+
+    async def scenario(transport: MemoryTransport, journal: Journal) -> None:
+        for number in range(40):
+            await journal.begin(FlushFleet(op_id=f"f{number}"), "flush", WORKERS)
+        await journal.flush()
+        transport.faults = Faults(drop=0.1, only="$KV.>")
+        successor = Journal(MemoryKv(transport), LoopClock(), 11)
+        num_tries = 0
+        while not successor.entries:
+            num_tries += 1
+            with contextlib.suppress(DeadlineError):
+                await successor.open()
+        assert {entry.item.op_id for entry in successor.left_behind} == {f"f{number}" for number in range(40)}
+        assert num_tries < 12
+
+    with_journal(scenario)
 
 
 def test_an_op_is_there_before_it_begins_and_with_its_report_afterwards() -> None:

@@ -217,7 +217,7 @@ def test_seconds_that_are_no_number_are_refused_before_they_are_sent(name: str, 
     async def body() -> None:
         async with Bus(MemoryBroker().connect(), clock=LoopClock()) as bus:
             request = msgspec.structs.replace(REQUEST, **{name: value})
-            with pytest.raises(ConfigError, match=f"{name}={value!r}: use a number of seconds"):
+            with pytest.raises(ConfigError, match=rf"^{name}.*: use a number of seconds"):
                 await converse(bus, "test", request, on_reply=lambda _: None)
 
     run(body())

@@ -1,6 +1,7 @@
 """The trainer without asyncio: its own loop in a thread, here over the in-memory bus, in fractions of real seconds."""
 
 import asyncio
+import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -307,6 +308,24 @@ def test_ctrl_c_that_comes_while_a_call_is_handed_to_the_loop_ends_the_call(
         loop.call(work())
     assert steps == (["begun", "undone"] if is_scheduled else [])
     loop.stop()
+
+
+def test_a_call_that_finds_the_loop_gone_at_its_hand_over_leaves_no_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was alive when the call began."""
+    loop = LoopThread("rlbus-test")
+    schedule = loop._schedule
+
+    def late(step: Callable[[], None]) -> None:
+        loop.stop()
+        schedule(step)
+
+    async def work() -> None: ...
+
+    monkeypatch.setattr(loop, "_schedule", late)
+    coroutine = work()
+    with pytest.raises(ClosedError):
+        loop.call(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 class Exiting(Source):
