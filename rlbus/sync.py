@@ -135,7 +135,7 @@ class LoopThread:
 
 
 class _Call(Generic[T]):
-    """One coroutine that another thread waits for. `start` and `cancel` are called on the loop, `drop` after its end."""
+    """A coroutine that another thread waits for. `start` and `cancel` are called on the loop, `drop` after its end."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         # Comes to its end only when the coroutine has: one that is cancelled undoes first what it began.
