@@ -23,7 +23,12 @@ def main() -> None:
     except KeyboardInterrupt:
         pass
     except SystemExit as exc:
-        code = exc.code if isinstance(exc.code, int) else 0
+        if isinstance(exc.code, int):
+            code = exc.code
+        else:  # as Python has it
+            code = 0 if exc.code is None else 1
+            if exc.code is not None:
+                print(exc.code, file=sys.stderr)
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, lambda *_: os._exit(code))

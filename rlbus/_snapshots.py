@@ -120,6 +120,7 @@ class Recorded:
         self.snapshot = snapshot
         self._source = source
         self._in_the_way = list(in_the_way)
+        self._passes = 0
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """As the source."""
@@ -127,14 +128,19 @@ class Recorded:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield what the source yields."""
+        self._passes += 1
+        this = self._passes
         while self._in_the_way:
             self._in_the_way.pop().discard()
         self.snapshot.begin()
         for name, tensor in self._source:
-            self.snapshot.take(name, tensor)
+            # A sender that was left behind in the source may come back beside the next one.
+            if this == self._passes:
+                self.snapshot.take(name, tensor)
             yield name, tensor
-        # Not `finish`: a sender comes to the source's end while the last tensor is still to be sent.
-        self.snapshot.is_complete = self.snapshot.is_held
+        if this == self._passes:
+            # Not `finish`: a sender comes to the source's end while the last tensor is still to be sent.
+            self.snapshot.is_complete = self.snapshot.is_held
 
 
 class Snapshots:

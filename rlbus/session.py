@@ -84,7 +84,7 @@ class Session:
         """End the calls that run, close trainers, then the connection. Idempotent.
 
         Whoever waits for such a call gets ClosedError, after its op was taken back, in at most 5 s; of an update, see
-        `Trainer.update_weights`. Cancel: the connection is dropped at once.
+        `Trainer.update_weights`. Cancel: the rest is closed first, which the undoing of calls takes as long as said.
         """
         self._is_closed = True
         async with contextlib.AsyncExitStack() as stack:

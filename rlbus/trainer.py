@@ -14,7 +14,7 @@ the group runs in threads.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
@@ -190,12 +190,16 @@ class Trainer(TrainerLoras):
             before the first byte, dirty and reported after it, done if it was committed.
         """
         op_id = self._bus.new_id()
-        step = as_version(version, incarnation)
-        deadline = Deadline("update_weights", _positive("deadline_s", deadline_s))
+        step, limit_s, problem = _asked_for(version, incarnation, deadline_s)
+        deadline = Deadline("update_weights", limit_s)
         given = await deadline.bound(read_source(weights), "the source still reads what it has")
-        policy = OnFailure.STOP if given.is_shared else _as_on_failure(on_failure)
         try:
             async with self._alone(op_id), self._shared_reads.read_by_all(given.source, given.is_shared) as source:
+                if problem is not None:
+                    raise problem
+                policy = _as_on_failure(on_failure)
+                if given.is_shared:
+                    policy = OnFailure.STOP
                 if not allow_rollback:
                     _check_grows(step, self.draft_version if draft else self.version)
                 await deadline.bound(self._catch_ups.stop(), "a catch-up still runs")
@@ -233,11 +237,12 @@ class Trainer(TrainerLoras):
     async def aclose(self) -> None:
         """End the calls that run, leave the group and free the data plane. Idempotent.
 
-        A call that runs takes its op back first, as if it was cancelled. Cancel: the plane may still be open.
+        A call that runs takes its op back first, as if it was cancelled. Cancel: what is left is closed first.
         """
-        await self._calls.aclose()
-        await self._catch_ups.aclose()
-        await self._plane.aclose()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._plane.aclose)
+            stack.push_async_callback(self._catch_ups.aclose)
+            await self._calls.aclose()
 
     @asynccontextmanager
     async def _alone(self, op_id: str) -> AsyncIterator[None]:
@@ -404,6 +409,16 @@ def _as_on_failure(value: OnFailure | str) -> OnFailure:
         return OnFailure(value)
     except ValueError as exc:
         raise ConfigError("on_failure", value, 'use "retry" or "stop"') from exc
+
+
+def _asked_for(
+    version: int | Version, incarnation: int, deadline_s: float
+) -> tuple[Version, float, ConfigError | None]:
+    """Version and deadline; and what is wrong with them, to be raised once ranks that read with us have been met."""
+    try:
+        return as_version(version, incarnation), _positive("deadline_s", deadline_s), None
+    except ConfigError as exc:
+        return Version(step=0), UPDATE_DEADLINE_S, exc
 
 
 def _positive(name: str, value: float) -> float:

@@ -75,7 +75,9 @@ class _MappingSource:
         seen: dict[tuple[object, ...], StorageWeakRef] = {}
         for name, value in self._named().items():
             tensor = checked(name, value)
-            if not self._keep_tied and (local := _local(tensor)).numel() > 0:
+            # Of the whole tensor: every rank has to find the same ties, also one whose shard is empty.
+            if not self._keep_tied and tensor.numel() > 0:
+                local = _local(tensor)
                 storage = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
                 memory = _memory(tensor, local, storage)
                 if memory in seen:
@@ -170,6 +172,6 @@ def _memory(tensor: Tensor, local: Tensor, storage: StorageWeakRef) -> tuple[obj
     """What tells that two tensors are one. Not their address alone: a tensor that is made as it is read often gets
     that of one before it, which is gone by then.
     """
-    # dtype and conjugation count: a view as another dtype has other bytes or another meaning.
+    # dtype, conjugation and sign count: a view as another dtype has other bytes or another meaning.
     place = (storage.cdata, local.data_ptr(), local.stride())
-    return (*place, tuple(tensor.shape), local.dtype, local.device, local.is_conj())
+    return (*place, tuple(tensor.shape), local.dtype, local.device, local.is_conj(), local.is_neg())

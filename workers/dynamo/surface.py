@@ -120,10 +120,11 @@ class Surface:
         had_label = self._has_label  # an answer that is on its way speaks of the time before
         answer = await self.call("get_weight_version", {}, ASK_S)
         version = answer.get("version")
-        if version is not None and answer.get("version_declared") is not False:
+        is_declared = answer.get("version_declared")
+        if version is not None and is_declared is not False:
             self._has_label = True
             return str(version)
-        if had_label:
+        if had_label and is_declared is not True:  # else somebody has declared `null`
             self.gone = f"the Dynamo worker at {self._client.peer.url} was restarted: its weights have lost their label"
             raise EngineDeadError(Fault(code=FaultCode.ENGINE_DEAD, message=self.gone))
         return None

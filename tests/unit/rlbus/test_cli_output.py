@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 
 import msgspec
 import pytest
 
+from rlbus.__main__ import main
 from rlbus.cli.options import target_of, version_of
 from rlbus.cli.output import ExitCode, Output, age, aligned, exit_code_of_error, exit_code_of_report, progress_text
 from rlbus.cli.views import lora_text, present, show_history, show_report, show_status, warnings_of
@@ -422,6 +424,25 @@ def test_ctrl_c_while_it_is_loaded_or_ends_is_quiet(when: str, code: int) -> Non
     program = INTERRUPTED.replace("WHEN", repr(when))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize(("status", "code", "text"), [("no model", 1, "no model\n"), (None, 0, ""), (3, 3, "")])
+def test_an_exit_of_a_library_is_one_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: object, code: int, text: str
+) -> None:
+    """A text is a failure that says why, as in any program of Python's."""
+
+    def leave() -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr("rlbus.cli.app.main", leave)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert (caught.value.code, capsys.readouterr().err) == (code, text)
 
 
 def test_a_pause_that_everybody_refused_is_not_told_as_a_standstill(capsys: pytest.CaptureFixture[str]) -> None:

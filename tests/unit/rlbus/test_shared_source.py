@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlbus.errors import BusyError, PartialError, RefusedError, TransferError
+from rlbus.errors import BusyError, ConfigError, PartialError, RefusedError, TransferError
 from rlbus.schemas import ReceiveWeights, Version
 from rlbus.transfer import one_pass
 from rlbus.transfer.fake import FakeSource
@@ -81,6 +81,27 @@ def test_it_is_read_also_when_nothing_is_sent() -> None:
         assert source.num_read == ALL
 
     play([worker(1)], refused)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": -1},
+        {"version": 1, "deadline_s": "5"},
+        {"version": 1, "on_failure": "x"},
+        {"version": 1, "stall_s": 0},
+    ],
+)
+def test_it_is_read_also_when_an_argument_makes_no_sense(wrong: dict[str, Any]) -> None:
+    """The others have begun; a caller who corrects it and calls again would be one read behind them."""
+
+    async def update(s: Scene) -> None:
+        source = Shared()
+        with pytest.raises(ConfigError):
+            await s.fleet.trainer.update_weights(source, **wrong)
+        assert source.num_read == ALL
+
+    play([worker(1)], update)
 
 
 def test_a_second_read_is_refused() -> None:

@@ -251,6 +251,20 @@ def test_a_source_that_is_read_again_is_recorded_anew() -> None:
     assert keeper.kept() == [1]
 
 
+def test_a_sender_that_was_left_behind_in_the_source_adds_nothing_to_what_the_next_one_records() -> None:
+    """It comes back when the next one has begun."""
+    keeper = Keeper()
+    request: UpdateWeights = request_of(version=v(1))
+    source = keeper.snapshots.record(request, FakeSource(SPECS), SPECS)
+    left_behind, reader = iter(source), iter(source)
+    next(left_behind)
+    next(reader)
+    list(left_behind)
+    list(reader)
+    asyncio.run(keeper.snapshots.settle(request, source, SPECS, OpStatus.OK))
+    assert keeper.kept() == [1]
+
+
 def test_the_same_version_sent_again_takes_the_place_of_the_first() -> None:
     """What replaced it on the way isn't removed with it."""
     keeper = Keeper()

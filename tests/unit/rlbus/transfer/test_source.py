@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from rlbus.errors import ConfigError
 from rlbus.schemas import TensorSpec
+from rlbus.transfer import source as sources
 from rlbus.transfer.fake import FakeSource
 from rlbus.transfer.source import weight_source
 
@@ -108,9 +109,24 @@ class Cached(Cast):
 
 def test_new_views_of_one_storage_that_stays_are_tied() -> None:
     """The tensors are made as they are read, what they show is not."""
-    source = weight_source(Cached())
-    assert [spec.name for spec in source.specs()] == ["embed", "norm"]
-    assert [name for name, _ in source] == ["embed", "norm"]
+    cached = weight_source(Cached())
+    assert [spec.name for spec in cached.specs()] == ["embed", "norm"]
+    assert [name for name, _ in cached] == ["embed", "norm"]
+
+
+def test_ranks_whose_shard_is_empty_find_the_same_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 50,257 rows on 512 ranks the last four have none; each name is a collective that all have to join."""
+    monkeypatch.setattr(sources, "_local", lambda tensor: tensor[:0])
+    head = torch.ones(4, 2)
+    weights = {"embed": head, "norm": torch.ones(2), "head": head}
+    assert [spec.name for spec in weight_source(weights).specs()] == ["embed", "norm"]
+
+
+def test_views_of_one_memory_that_mean_other_numbers_are_not_tied() -> None:
+    """Conjugated, an imaginary part is the same memory with the other sign."""
+    values = torch.ones(3, dtype=torch.complex64) * 1j
+    weights = {"a": values.imag, "b": values.conj().imag}
+    assert [name for name, _ in weight_source(weights)] == ["a", "b"]
 
 
 def test_empty_tensors_are_never_taken_for_tied() -> None:

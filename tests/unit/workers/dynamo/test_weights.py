@@ -12,7 +12,7 @@ from rlbus.testing import run
 from rlbus.workers.dynamo.engine import DynamoEngine
 from rlbus.workers.dynamo.rpc import DynamoRpc
 from rlbus.workers.dynamo.surface import Surface
-from rlbus.workers.engines.base import ReceiveOrder, UpdateFailedError
+from rlbus.workers.engines.base import NO_LABEL, ReceiveOrder, UpdateFailedError
 from rlbus.workers.peer_http import Peer, PeerClient
 from rlbus.workers.vllm_server.calls import EngineCalls
 from rlbus.workers.vllm_server.exchange import CallFolder, Exchange, FolderError
@@ -102,6 +102,22 @@ def test_worker_whose_label_is_gone_is_another_process(tmp_path: Path) -> None:
         with pytest.raises(EngineDeadError, match="restarted"):
             await engine.observe()
         assert engine.is_gone
+
+    on_engine(worker, tmp_path, check)
+
+
+def test_worker_whose_label_was_declared_to_be_none_is_the_same_process(tmp_path: Path) -> None:
+    """Dynamo takes `null` as a declaration. What tells another process is that nothing was declared."""
+    worker = FakeWorker(label="0.7")
+
+    async def check(engine: DynamoEngine) -> None:
+        await engine.observe()
+        worker.broken["get_weight_version"] = (200, b'{"status":"ok","version":null,"version_declared":true}')
+        assert (await engine.observe()).weight_version == NO_LABEL
+        del worker.broken["get_weight_version"]
+        worker.label = None
+        with pytest.raises(EngineDeadError, match="restarted"):
+            await engine.observe()
 
     on_engine(worker, tmp_path, check)
 
