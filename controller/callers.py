@@ -11,7 +11,7 @@ from rlbus.bus import Bus
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk
 from rlbus.controller.op import Op
-from rlbus.schemas import FaultCode, SenderSignal, SenderStep, TransferFleet, TransferStep
+from rlbus.schemas import NEEDS_CALLER, FaultCode, SenderSignal, SenderStep, TransferFleet, TransferStep
 
 _log = logging.getLogger("rlbus.controller")
 
@@ -19,8 +19,6 @@ _log = logging.getLogger("rlbus.controller")
 SILENT_S = 30.0
 # The same when another trainer is there to take its place: five signs are missing.
 MISSING_S = 10.0
-# Steps that nobody can go on from without their trainer. The others go forward: all was sent by then, or given up.
-NEEDS_CALLER = frozenset({TransferStep.INIT, TransferStep.START, TransferStep.UPDATE})
 # Steps by which a trainer takes the place of the one before.
 TAKES_PLACE = frozenset({TransferStep.INIT, TransferStep.SHUTDOWN})
 
@@ -30,10 +28,14 @@ def is_silent(heard_s: float | None, now_s: float, limit_s: float) -> bool:
     return heard_s is not None and now_s - heard_s >= limit_s - 1e-6
 
 
+def needs_caller(request: object) -> bool:
+    """Whether this is a step that nobody can go on from without its trainer."""
+    return isinstance(request, TransferFleet) and request.step in NEEDS_CALLER
+
+
 def is_to_stop(request: object, heard_s: float | None, now_s: float) -> bool:
     """Whether this op is a step that goes on for nobody."""
-    needs_caller = isinstance(request, TransferFleet) and request.step in NEEDS_CALLER
-    return needs_caller and is_silent(heard_s, now_s, SILENT_S)
+    return needs_caller(request) and is_silent(heard_s, now_s, SILENT_S)
 
 
 def may_take_place(request: object, running: object) -> bool:

@@ -290,3 +290,81 @@ def test_a_finish_whose_trainer_died_goes_on_to_its_end() -> None:
         await drop(running)
 
     play([worker(1, {"finish_native": {1: Step(latency_s=100.0)}}), worker(2)], scenario)
+
+
+async def sent_to_finish(scene: Scene, client: FleetClient) -> asyncio.Task[Any]:
+    """Everything was sent; the finish that follows is two seconds old."""
+    for kind, info in (("init", json.dumps(INIT)), ("start", None), ("update", UPDATE)):
+        await client.transfer(kind, info)
+    running = asyncio.create_task(client.transfer("finish"))
+    await asyncio.sleep(2.0)
+    return running
+
+
+SLOW_FINISH = {"finish_native": {1: Step(latency_s=100.0)}}
+
+
+@pytest.mark.parametrize("kind", ["init", "shutdown"])
+def test_a_trainer_that_is_started_again_waits_for_the_end_of_a_finish(kind: str) -> None:
+    """Nothing cuts that short, or a worker would stand still beside others at the new version."""
+
+    async def scenario(scene: Scene) -> None:
+        old, new = client_of(scene, "old"), client_of(scene, "new")
+        running = await sent_to_finish(scene, old)
+        cut(scene, old)
+        await asyncio.sleep(MISSING_S + 1.0)
+        report = await new.transfer(kind, json.dumps(INIT) if kind == "init" else None)
+        assert {o.outcome for o in report.outcomes} == {Outcome.OK}
+        assert await states(scene) == [(WeightsState.CLEAN, Version(step=1))] * 2
+        assert await scene.generations() == [RUNNING] * 2
+        await drop(running)
+
+    play([worker(1, SLOW_FINISH), worker(2)], scenario)
+
+
+def test_a_trainer_that_is_started_again_waits_for_the_end_of_a_shutdown() -> None:
+    """Also of one that takes longer than what is left to an op that is stopped."""
+
+    async def scenario(scene: Scene) -> None:
+        old, new = client_of(scene, "old"), client_of(scene, "new")
+        await old.transfer("init", json.dumps(INIT))
+        running = asyncio.create_task(old.transfer("shutdown"))
+        await asyncio.sleep(2.0)
+        cut(scene, old)
+        await asyncio.sleep(MISSING_S + 1.0)
+        report = await new.transfer("init", json.dumps(INIT))
+        assert {o.outcome for o in report.outcomes} == {Outcome.OK}
+        await drop(running)
+
+    play([worker(1, {"shutdown_native": {1: Step(latency_s=100.0)}}), worker(2)], scenario)
+
+
+@pytest.mark.parametrize(("kind", "goes_on"), [("finish", True), ("update", False)])
+def test_a_finish_whose_caller_leaves_is_not_taken_back(kind: str, goes_on: bool) -> None:
+    """As one whose HTTP connection ended; nobody waits for it any more, and it needs nobody."""
+
+    async def scenario(scene: Scene) -> None:
+        client = client_of(scene, "old")
+        running = await (sent_to_finish(scene, client) if goes_on else begin(scene, client, kind, UPDATE))
+        await drop(running)
+        assert (await until_idle(scene) > 90.0) is goes_on
+        version = Version(step=1) if goes_on else None
+        assert await states(scene) == [(WeightsState.CLEAN, version)] * 2
+        assert await scene.generations() == [RUNNING] * 2
+
+    play([worker(1, SLOW_FINISH if goes_on else HUNG), worker(2, {} if goes_on else HUNG)], scenario)
+
+
+def test_a_finish_can_be_cancelled_by_its_name() -> None:
+    """By somebody who wants it: an engine that hangs in it holds the fleet no longer."""
+
+    async def scenario(scene: Scene) -> None:
+        client = client_of(scene, "old")
+        running = await sent_to_finish(scene, client)
+        op_id = (await client.status()).op_id
+        assert op_id is not None
+        await client.cancel(op_id)
+        assert await until_idle(scene) < ENDING_S + 5.0
+        await drop(running)
+
+    play([worker(1, SLOW_FINISH), worker(2)], scenario)
