@@ -20,8 +20,8 @@ from rlbus._deadline import MIN_LEFT_S, check_seconds
 from rlbus.bus import Bus, ReplyStream
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError, UnansweredError, error_from_fault
 from rlbus.schemas import (
-    NO_EPOCH,
     NEEDS_CALLER,
+    NO_EPOCH,
     CancelOp,
     ControlReply,
     ControlRequest,
@@ -235,7 +235,7 @@ async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> bool:
 
 
 def goes_on(request: ControlRequest) -> bool:
-    """Whether an op is left to its own end when its caller leaves: a step of another trainer's update that needs nobody.
+    """Whether an op is left to its own end when its caller leaves: a step of somebody else's update that needs nobody.
     Cut short, a finish would leave engines paused between two versions.
     """
     return isinstance(request, TransferFleet) and request.step not in NEEDS_CALLER
