@@ -10,6 +10,7 @@ from typing import Any
 from rlbus.bus import Bus
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk
+from rlbus.controller.liveness import stood_still
 from rlbus.controller.op import Op
 from rlbus.schemas import NEEDS_CALLER, FaultCode, SenderSignal, SenderStep, TransferFleet, TransferStep
 
@@ -54,6 +55,7 @@ class Callers:
     def __init__(self, bus: Bus, desk: Desk) -> None:
         self._bus = bus
         self._desk = desk
+        self._ticked_s = 0.0
 
     def heard(self, signal: SenderSignal, now_s: float) -> bool:
         """Whether this was a sign of life of the caller of an op that runs here. Those of an update are its own."""
@@ -64,13 +66,15 @@ class Callers:
         return True
 
     def tick(self, now_s: float) -> None:
-        """Time has passed. While we are disconnected nobody's silence counts, and then it counts anew."""
+        """Time has passed. While we are disconnected, or stand still, nobody's silence counts; then it counts anew."""
+        is_deaf = stood_still(self._ticked_s, now_s) or not self._bus.transport.is_connected
+        self._ticked_s = now_s
         running = self._desk.mutation
         if running is None or running.op.caller_heard_s is None:
             return
         op: Op = running.op
         request: Any = op.request
-        if not self._bus.transport.is_connected:
+        if is_deaf:
             op.caller_heard_s = now_s
         elif is_to_stop(request, op.caller_heard_s, now_s) and op.stop_fault is None:
             why = f"its caller, {request.caller}, gave no sign of life for {SILENT_S:g} s"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlbus._conversation import ALIVE_S, DEFAULT_PATIENCE, converse
+from rlbus._conversation import ALIVE_S, DEFAULT_PATIENCE, Patience, converse
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
 from rlbus.controller.callers import MISSING_S, SILENT_S, is_silent, is_to_stop, may_take_place
@@ -15,6 +15,7 @@ from rlbus.controller.transfers import HOLD_S
 from rlbus.errors import BusyError
 from rlbus.schemas import (
     FlushFleet,
+    OpResult,
     Outcome,
     RenewLease,
     SenderSignal,
@@ -25,7 +26,7 @@ from rlbus.schemas import (
 )
 from rlbus.testing import LoopClock, MemoryTransport, sequential_ids
 from rlbus.workers.engines.fake_script import Step
-from tests.unit.controller.scene import PAUSED, RUNNING, Scene, play, worker
+from tests.unit.controller.scene import PAUSED, RUNNING, Scene, play, stand_still, worker
 from tests.unit.controller.test_transfers import INIT, states, take
 
 pytestmark = pytest.mark.unit
@@ -254,6 +255,43 @@ def test_nobodys_silence_counts_while_the_controller_is_disconnected() -> None:
         await drop(running)
 
     play([worker(1, {"update_native": {1: Step(latency_s=300.0)}}), worker(2)], scenario)
+
+
+def test_nobodys_silence_counts_while_the_controller_stands_still() -> None:
+    """Stopped for a while, it looks at the time before it has read what its caller said meanwhile."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT)
+        await take(scene, "start")
+        client = scene.fleet.client
+        request = TransferFleet(
+            op_id="op", deadline_s=1800.0, caller=client.caller, step=TransferStep.UPDATE, info=UPDATE
+        )
+        patience = Patience(lost_s=2 * SILENT_S)  # all that runs here stands still, so it hears nothing either
+        hearing = converse(client.bus, client.namespace, request, on_reply=lambda _: None, patience=patience)
+        running = asyncio.create_task(hearing)
+        for _ in range(2):
+            await asyncio.sleep(3.0)
+            stand_still(SILENT_S + 10.0)
+        last = await running
+        assert isinstance(last, OpResult)
+        assert last.report.status == "ok"
+
+    play([worker(1, {"update_native": {1: Step(latency_s=300.0)}}), worker(2)], scenario)
+
+
+def test_a_trainer_that_dies_while_the_controller_stands_still_is_noticed_all_the_same() -> None:
+    """Its silence counts anew, and then ends its step."""
+
+    async def scenario(scene: Scene) -> None:
+        client = client_of(scene, "old")
+        running = await begin(scene, client, "update", UPDATE)
+        cut(scene, client)
+        stand_still(SILENT_S + 10.0)
+        assert SILENT_S - 5.0 < await until_idle(scene) < SILENT_S + ENDING_S
+        await drop(running)
+
+    play([worker(1, HUNG), worker(2, HUNG)], scenario)
 
 
 def test_an_older_client_that_never_says_that_it_lives_is_not_cut_off() -> None:
