@@ -10,8 +10,9 @@ from typing import Any
 from rlbus.bus import Bus
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk
+from rlbus.controller.liveness import stood_still
 from rlbus.controller.op import Op
-from rlbus.schemas import FaultCode, SenderSignal, SenderStep, TransferFleet, TransferStep
+from rlbus.schemas import NEEDS_CALLER, FaultCode, SenderSignal, SenderStep, TransferFleet, TransferStep
 
 _log = logging.getLogger("rlbus.controller")
 
@@ -19,8 +20,6 @@ _log = logging.getLogger("rlbus.controller")
 SILENT_S = 30.0
 # The same when another trainer is there to take its place: five signs are missing.
 MISSING_S = 10.0
-# Steps that nobody can go on from without their trainer. The others go forward: all was sent by then, or given up.
-NEEDS_CALLER = frozenset({TransferStep.INIT, TransferStep.START, TransferStep.UPDATE})
 # Steps by which a trainer takes the place of the one before.
 TAKES_PLACE = frozenset({TransferStep.INIT, TransferStep.SHUTDOWN})
 
@@ -30,10 +29,14 @@ def is_silent(heard_s: float | None, now_s: float, limit_s: float) -> bool:
     return heard_s is not None and now_s - heard_s >= limit_s - 1e-6
 
 
+def needs_caller(request: object) -> bool:
+    """Whether this is a step that nobody can go on from without its trainer."""
+    return isinstance(request, TransferFleet) and request.step in NEEDS_CALLER
+
+
 def is_to_stop(request: object, heard_s: float | None, now_s: float) -> bool:
     """Whether this op is a step that goes on for nobody."""
-    needs_caller = isinstance(request, TransferFleet) and request.step in NEEDS_CALLER
-    return needs_caller and is_silent(heard_s, now_s, SILENT_S)
+    return needs_caller(request) and is_silent(heard_s, now_s, SILENT_S)
 
 
 def may_take_place(request: object, running: object) -> bool:
@@ -52,6 +55,7 @@ class Callers:
     def __init__(self, bus: Bus, desk: Desk) -> None:
         self._bus = bus
         self._desk = desk
+        self._ticked_s = 0.0
 
     def heard(self, signal: SenderSignal, now_s: float) -> bool:
         """Whether this was a sign of life of the caller of an op that runs here. Those of an update are its own."""
@@ -62,13 +66,15 @@ class Callers:
         return True
 
     def tick(self, now_s: float) -> None:
-        """Time has passed. While we are disconnected nobody's silence counts, and then it counts anew."""
+        """Time has passed. While we are disconnected, or stand still, nobody's silence counts; then it counts anew."""
+        is_deaf = stood_still(self._ticked_s, now_s) or not self._bus.transport.is_connected
+        self._ticked_s = now_s
         running = self._desk.mutation
         if running is None or running.op.caller_heard_s is None:
             return
         op: Op = running.op
         request: Any = op.request
-        if not self._bus.transport.is_connected:
+        if is_deaf:
             op.caller_heard_s = now_s
         elif is_to_stop(request, op.caller_heard_s, now_s) and op.stop_fault is None:
             why = f"its caller, {request.caller}, gave no sign of life for {SILENT_S:g} s"

@@ -1,7 +1,8 @@
-"""Requests that take the place of what runs: it is stopped, and they begin when it has ended.
+"""Requests that take the place of what runs: they begin when it has ended, and it is stopped if it may be.
 
 A catch-up is the controller's own idea, so nobody is ever told `busy` because of it. Nor is a trainer that comes in the
-place of one that is gone, because of a step which that one has left running.
+place of one that is gone, because of a step which that one has left running; a finish or a shutdown needs nobody, and
+is waited for: cut short, it would leave engines paused between two versions.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from typing import Any
 
 from rlbus._transport import Message
 from rlbus.bus import Bus
-from rlbus.controller.callers import is_missing, may_take_place
+from rlbus.controller.callers import is_missing, may_take_place, needs_caller
 from rlbus.controller.causes import fault
 from rlbus.controller.desk import Desk, Running
 from rlbus.controller.draft import is_draft
@@ -62,14 +63,15 @@ class GivingWay:
         self._again = again
         # By op id, in the order in which they came.
         self._waiting: dict[str, tuple[Any, Message]] = {}
-        self._stopping: Running | None = None
+        # Whose end they wait for; it was stopped, if it may be.
+        self._ending: Running | None = None
         # Catch-ups that were dropped, the newest last.
         self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
         self._drop_at_s = 0.0
         self._tell_at_s = 0.0
 
     def takes_place(self, request: Any, message: Message) -> bool:
-        """Whether this mutation has to wait for what runs, which is stopped for it. It comes back through `again`."""
+        """Whether this mutation has to wait for the end of what runs. It comes back through `again`."""
         current = self._desk.mutation
         if current is None or not self._gives_way(current, request):
             return False
@@ -79,14 +81,14 @@ class GivingWay:
         self._waiting[request.op_id] = (request, message)
         if is_first and message.reply is not None:
             publish(self._bus, message.reply, OpAccepted(op_id=request.op_id))
-        if current is not self._stopping:
-            self._stop(current, request.op_id)
+        if current is not self._ending:
+            self._end(current, request.op_id)
         return True
 
     def _gives_way(self, current: Running, request: object) -> bool:
         if is_catch_up(current.op.request):
             return not is_catch_up(request)
-        is_ending = current is self._stopping or is_missing(current.op, asyncio.get_running_loop().time())
+        is_ending = current is self._ending or is_missing(current.op, asyncio.get_running_loop().time())
         return is_ending and may_take_place(request, current.op.request)
 
     def withdraw(self, op_id: str, why: Fault) -> bool:
@@ -111,10 +113,10 @@ class GivingWay:
 
     def tick(self, now_s: float) -> None:
         """Tell those that wait; drop a catch-up that doesn't end."""
-        if self._stopping is None:
+        if self._ending is None:
             return
         if now_s >= self._drop_at_s:
-            op_id = self._stopping.op.op_id
+            op_id = self._ending.op.op_id
             why = fault(FaultCode.CANCELLED, f"it didn't end within {GIVE_WAY_S:g} s after it was told to")
             _log.error("op %s: %s", op_id, why.message)
             self._dropped.append(op_id)
@@ -125,17 +127,18 @@ class GivingWay:
                 if message.reply is not None:
                     publish(self._bus, message.reply, OpProgress(op_id=request.op_id, phase="plan"))
 
-    def _stop(self, current: Running, op_id: str) -> None:
+    def _end(self, current: Running, op_id: str) -> None:
         loop = asyncio.get_running_loop()
         # The end of somebody else's step has bounds of its own, and leaves engines as they have to be.
         limit_s = GIVE_WAY_S if is_catch_up(current.op.request) else float("inf")
-        self._stopping, self._drop_at_s = current, loop.time() + limit_s
-        current.op.stop(fault(FaultCode.CANCELLED, f"op {op_id} takes its place"))
+        self._ending, self._drop_at_s = current, loop.time() + limit_s
+        if is_catch_up(current.op.request) or needs_caller(current.op.request):
+            current.op.stop(fault(FaultCode.CANCELLED, f"op {op_id} takes its place"))
         assert current.task is not None
         current.task.add_done_callback(self._ended)
 
     def _ended(self, _: "asyncio.Task[None]") -> None:
-        self._stopping = None
+        self._ending = None
         waiting, self._waiting = self._waiting, {}
         for request, message in waiting.values():
             self._again(request, message)

@@ -10,6 +10,8 @@ MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 60.0
 # Most that a worker's declared work may excuse of its silence, in seconds, for the same reason.
 MAX_WORK_LEASE_S = 120.0
+# Whoever looks at the time several times a second, and comes later than this, in seconds, has stood still.
+STOOD_STILL_S = 2.0
 
 
 def interval_of(message: Announcement) -> float:
@@ -28,3 +30,10 @@ def liveness_of(age_s: float, interval_s: float, excused_s: float) -> Liveness:
     if age_s < suspect_s:
         return Liveness.ALIVE
     return Liveness.DEAD if age_s >= suspect_s + (DEAD_INTERVALS - SUSPECT_INTERVALS) * interval_s else Liveness.SUSPECT
+
+
+def stood_still(before_s: float, now_s: float, limit_s: float = STOOD_STILL_S) -> bool:
+    """Whether we ourselves did nothing since we looked at `before_s` (stopped, starved): what others said meanwhile
+    isn't read yet, and their silence says nothing.
+    """
+    return now_s - before_s > limit_s

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from rlbus.controller import boots
 from rlbus.controller.boots import OldBoot
-from rlbus.controller.liveness import DEAD_INTERVALS, SUSPECT_INTERVALS, excused_s, interval_of, liveness_of
+from rlbus.controller.liveness import (
+    DEAD_INTERVALS,
+    SUSPECT_INTERVALS,
+    excused_s,
+    interval_of,
+    liveness_of,
+    stood_still,
+)
 from rlbus.schemas import (
     WHOLE,
     Announcement,
@@ -201,7 +208,8 @@ class Registry:
         before_s, self._ticked_at_s = self._ticked_at_s, now_s
         if self._cut_at_s is not None:
             return ()
-        if before_s is not None and self.tick_s is not None and now_s - before_s > MAX_TICK_INTERVALS * self.tick_s:
+        limit_s = None if self.tick_s is None else MAX_TICK_INTERVALS * self.tick_s
+        if before_s is not None and limit_s is not None and stood_still(before_s, now_s, limit_s):
             self.reconnected(now_s)
         changes: list[Change] = []
         for member in list(self._members.values()):

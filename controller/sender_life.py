@@ -21,7 +21,7 @@ class SenderLife:
     heard_s: float = 0.0
     # Whether it says that it lives also while it has no task; older ones don't.
     is_steady: bool = False
-    # When we last were disconnected: what anybody said before, we may have missed.
+    # When we last were disconnected, or had stood still: what anybody said before, we may have missed.
     deaf_s: float = 0.0
 
     def since_s(self, sender: Sender) -> float:

@@ -15,6 +15,7 @@ from rlbus.controller.causes import fault
 from rlbus.controller.leases import keep, renewing
 from rlbus.controller.limits import RETRY_S, ending_step_until_s, limits_until, overdue_at_s
 from rlbus.controller.line import Line
+from rlbus.controller.liveness import stood_still
 from rlbus.controller.op import PROGRESS_S, Op
 from rlbus.controller.op_ids import PAUSE_STEP, derive, derive_step
 from rlbus.controller.sender_life import SenderLife, limit_s, silence
@@ -93,6 +94,8 @@ class UpdateRun:
         # When the newest step of workers began, in loop time.
         self._step_begun_s = 0.0
         self._sender = SenderLife()
+        # When time was last looked at, in loop time: at least every PROGRESS_S.
+        self._looked_s = self._loop.time()
         self._sent_bytes = 0
         self._stillness = Stillness(STILL_S)
         self._paused_since_s: float | None = None
@@ -326,6 +329,7 @@ class UpdateRun:
 
     def _check_limits(self) -> None:
         now_s = self._loop.time()
+        self._excuse_silence(now_s)
         if now_s >= self._op.forward_until_s and self._op.stop_fault is None:
             given_s = self._op.request.deadline_s
             why = f"not done within {given_s:g} s; it was in phase {self.state.phase}"
@@ -334,12 +338,18 @@ class UpdateRun:
             self._handle(TimeUp())
         self._check_overdue(now_s)
         self._check_stillness(now_s)
-        if not self._line.bus.transport.is_connected:
-            self._sender = replace(self._sender, deaf_s=now_s)
         sender_s = limit_s(self.state, self._sender)
         if sender_s is not None and now_s >= sender_s - 1e-6:
             why = silence(self.state, self._sender, now_s)
             self._handle(SenderFailed(None, fault(FaultCode.SENDER_FAILED, why)))
+
+    def _excuse_silence(self, now_s: float) -> None:
+        has_stood_still = stood_still(self._looked_s, now_s)
+        self._looked_s = now_s
+        if has_stood_still or not self._line.bus.transport.is_connected:
+            self._sender = replace(self._sender, deaf_s=now_s)
+        if has_stood_still:
+            self._stillness.begin(now_s)
 
     def _check_overdue(self, now_s: float) -> None:
         """A step that had the time up to the deadline, and lost it since somebody wants the op to end."""

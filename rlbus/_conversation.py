@@ -20,6 +20,7 @@ from rlbus._deadline import MIN_LEFT_S, check_seconds
 from rlbus.bus import Bus, ReplyStream
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError, UnansweredError, error_from_fault
 from rlbus.schemas import (
+    NEEDS_CALLER,
     NO_EPOCH,
     CancelOp,
     ControlReply,
@@ -231,6 +232,13 @@ async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> bool:
             return False
         await asyncio.sleep(min(CANCEL_RETRY_S, max(0.0, until_s - loop.time())))
     return False
+
+
+def goes_on(request: ControlRequest) -> bool:
+    """Whether an op is left to its own end when its caller leaves: a step of somebody else's update that needs nobody.
+    Cut short, a finish would leave engines paused between two versions.
+    """
+    return isinstance(request, TransferFleet) and request.step not in NEEDS_CALLER
 
 
 def fate_of(op: str, op_id: str, *, is_taken_back: bool) -> str:

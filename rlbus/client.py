@@ -18,6 +18,7 @@ from rlbus._conversation import (
     ask,
     converse,
     fate_of,
+    goes_on,
     op_name,
     show_progress,
     take_back,
@@ -335,7 +336,8 @@ class FleetClient(LoraVerbs):
     ) -> Report:
         """One step of an update that another trainer drives; see `rlbus.schemas.TransferFleet`, and `sync_client`.
 
-        Raises, Cancel: see pause. Of an update that is cancelled, who has received is torn until the next one.
+        Raises, Cancel: see pause. Of an update that is cancelled, who has received is torn until the next one; a finish
+        or a shutdown goes on to its end, unless it is taken back by `cancel`.
         """
         request = TransferFleet(
             op_id=self._op_id(op_id),
@@ -471,7 +473,7 @@ class FleetClient(LoraVerbs):
     async def _converse(
         self, request: ControlRequest, on_progress: ProgressHandler | None, patience: Patience
     ) -> OpResult | FleetView | HistoryView:
-        """Send, hear out, and take the op back when our caller is cancelled."""
+        """Send, hear out, and take the op back when our caller is cancelled, unless it goes on without one."""
 
         def on_reply(reply: ControlReply) -> None:
             if isinstance(reply, OpProgress):
@@ -480,7 +482,9 @@ class FleetClient(LoraVerbs):
         try:
             return await converse(self.bus, self.namespace, request, on_reply=on_reply, patience=patience)
         except asyncio.CancelledError as exc:
-            if not isinstance(request, GetFleet | GetHistory):
+            if goes_on(request):
+                exc.add_note(f"{op_name(request)} op {request.op_id} goes on to its end")
+            elif not isinstance(request, GetFleet | GetHistory):
                 # Only a waiting caller would hear it otherwise; the CLI shows it after Ctrl-C.
                 is_taken = await take_back(self.bus, self.namespace, request.op_id, self.caller)
                 exc.add_note(fate_of(op_name(request), request.op_id, is_taken_back=is_taken))

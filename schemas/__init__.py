@@ -53,6 +53,7 @@ from rlbus.schemas.commands import (
     route_of,
 )
 from rlbus.schemas.control import (
+    NEEDS_CALLER,
     NO_EPOCH,
     AbortFleet,
     CancelOp,
@@ -225,6 +226,7 @@ from rlbus.schemas.weights import (
 )
 
 __all__ = [
+    "NEEDS_CALLER",
     "NO_EPOCH",
     "AbortedData",
     "AbortFleet",

@@ -207,6 +207,10 @@ class TransferStep(enum.StrEnum):
     SHUTDOWN = "shutdown"
 
 
+# Those that nobody can go on from without their trainer. The others go forward: all was sent by then, or given up.
+NEEDS_CALLER = frozenset({TransferStep.INIT, TransferStep.START, TransferStep.UPDATE})
+
+
 class TransferFleet(Request, frozen=True, kw_only=True, tag="transfer"):
     """One step of an update in the words of vLLM's weight transfer, on every worker.
 

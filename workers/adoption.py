@@ -44,8 +44,9 @@ def adopt(
         # An engine that lists one of them still has these bytes under that name; another one lists none.
         state = replace(state, known_sums=past.loras, found_sums=past.loras)
     if past is not None and found.is_paused and (asleep := frozenset(past.asleep) & state.sleep_tags):
-        # A sleep is a hold, without a lease: it stands still until somebody wakes it. Awake, it would generate.
-        return replace(state, asleep=asleep)
+        # A sleep is a hold, without a lease: it stands still until somebody wakes it; the worker itself, what a failed
+        # sleep has left. Awake, it would generate.
+        return replace(_discarded(state, past), asleep=asleep, to_wake=frozenset(past.to_wake) & asleep)
     if not found.is_paused or (past is None and not is_ours(found)):
         # Somebody whom no agent of this worker knows has paused it: shown as drift, and left to whoever did.
         return state
@@ -75,6 +76,17 @@ def own_pause(found: Found, new_id: str) -> tuple[str, PauseGeneration] | None:
     if not found.has_torn or found.is_paused:
         return None
     return new_id + PAUSE_SUFFIX, PauseGeneration(mode=PauseMode.KEEP, clear_cache=False, lease_s=FOUND_LEASE_S)
+
+
+def _discarded(state: WorkerState, past: Noted) -> WorkerState:
+    """Still asleep, it has had no update since: what was torn, or was given up for the sleep, is so, whatever its label
+    says.
+    """
+    if past.weights.state is WeightsState.DIRTY:
+        state = replace(state, weights=past.weights)
+    if state.draft is not None and past.draft is not None and past.draft.state is WeightsState.DIRTY:
+        state = replace(state, draft=past.draft)
+    return state
 
 
 def _weights(fresh: WeightsView, before: WeightsView | None, label: str | None, is_torn: bool) -> WeightsView:

@@ -73,6 +73,7 @@ from rlbus.workers.observation import Observer, drift
 from rlbus.workers.parting import let_go
 from rlbus.workers.preconditions import manifest_problem
 from rlbus.workers.refusals import Refusals
+from rlbus.workers.slept import after_sleep
 from rlbus.workers.slot import Slot
 from rlbus.workers.state import WorkerState
 from rlbus.workers.torn_found import TornFound
@@ -304,7 +305,7 @@ class Agent:
         self.take(command, None, route_of(body))
 
     def _adopt(self, before: "Agent") -> None:
-        state = replace(before.state, running=None, queued=None, asleep=before.state.maybe_asleep)
+        state = replace(after_sleep(before.state), running=None, queued=None)
         has_ended = state.lease is not None and state.lease.end_op_id is not None
         self._state = retried(state) if has_ended else state  # what its end asked for went with that agent
         self.refusals = before.refusals
@@ -489,11 +490,10 @@ class Agent:
             await self._beside.aclose()
             await self._observer.aclose()
             await self._loras.aclose()
-            descriptor = self.descriptor
             goodbye = Goodbye(
                 boot_id=self.boot_id,
-                component=descriptor.component,
-                instance_id=descriptor.instance_id,
+                component=self.descriptor.component,
+                instance_id=self.descriptor.instance_id,
                 reason=self._stop_reason,
             )
             self.answers.publish(self._subject, goodbye)

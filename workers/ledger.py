@@ -23,6 +23,7 @@ import msgspec
 from rlbus.schemas import Fault, FaultCode, Result, ResultStatus, SleepTag, WeightsState, WeightsView
 from rlbus.schemas.base import Wire
 from rlbus.workers.draft import restarted
+from rlbus.workers.slept import after_sleep
 from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
@@ -71,7 +72,8 @@ class Forgot(Wire, frozen=True, kw_only=False, tag="forgot"):
 
 class Noted(Wire, frozen=True, tag="noted"):
     """How the worker is: the largest term that it has seen, the newest group of that term, what sleeps or may do so,
-    and which adapters it has loaded: name, revision, checksum. `draft` is None without a draft model.
+    and which adapters it has loaded: name, revision, checksum. `draft` is None without a draft model. `to_wake` is what
+    of `asleep` nobody wants asleep: a sleep has failed.
     """
 
     term: int
@@ -79,6 +81,7 @@ class Noted(Wire, frozen=True, tag="noted"):
     epoch_term: int
     weights: WeightsView
     asleep: tuple[SleepTag, ...] = ()
+    to_wake: tuple[SleepTag, ...] = ()
     loras: tuple[tuple[str, int, str], ...] = ()
     draft: WeightsView | None = None
 
@@ -303,7 +306,7 @@ def _past_of(path: Path) -> Past:
 def _lasting(noted: Noted | None) -> Noted | None:
     if noted is None or not noted.asleep:
         return None
-    return Noted(term=0, epoch=None, epoch_term=0, weights=noted.weights, asleep=noted.asleep, draft=noted.draft)
+    return msgspec.structs.replace(noted, term=0, epoch=None, epoch_term=0, loras=())
 
 
 @contextlib.contextmanager
@@ -315,7 +318,8 @@ def opened(folder: str | None, namespace: str, component: str, instance_id: str)
 
 
 def noted(state: WorkerState) -> Noted:
-    """What of a worker's state is worth keeping."""
+    """What of a worker's state is worth keeping. A sleep that runs counts as done, whoever hears of its end."""
+    state = after_sleep(state)
     own = [(*adapter.key, adapter.checksum) for adapter in state.adapters if adapter.checksum is not None]
     keys = {adapter.key for adapter in state.adapters}
     found = [known for known in state.found_sums if known[:2] not in keys]
@@ -324,7 +328,8 @@ def noted(state: WorkerState) -> Noted:
         epoch=state.newest_epoch,
         epoch_term=state.epoch_term,
         weights=state.weights,
-        asleep=tuple(sorted(state.maybe_asleep)),
+        asleep=tuple(sorted(state.asleep)),
+        to_wake=tuple(sorted(state.to_wake)),
         loras=tuple(sorted([*own, *found])),
         draft=state.draft,
     )

@@ -87,6 +87,7 @@ from rlbus.workers.moves import (
     WakeDue,
     Woke,
 )
+from rlbus.workers.slept import slept
 from rlbus.workers.state import Prepared, Running, Session, WorkerState
 
 # Largest term that is taken: JSON numbers above it are rounded by others. A leader's term is far below (milliseconds).
@@ -452,7 +453,7 @@ _SUCCEEDED: dict[type[Any], Callable[[WorkerState, Any, Ended], WorkerState]] = 
     PauseGeneration: _paused,
     ResumeGeneration: _resumed,
     FlushCache: _flushed,
-    Sleep: sleeping.slept,
+    Sleep: slept,
     WakeUp: sleeping.woke,
     InitGroup: _joined,
     DestroyGroup: _left,

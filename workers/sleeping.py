@@ -8,11 +8,12 @@ asks it again and again: whoever was told that it failed won't.
 
 from dataclasses import replace
 
-from rlbus.schemas import PauseMode, PauseView, Sleep, SleepTag, WakeUp, WeightsState, WeightsView
+from rlbus.schemas import PauseMode, PauseView, Sleep, SleepTag, WakeUp
 from rlbus.workers.draft import is_whole
 from rlbus.workers.engines.sleep import in_order
 from rlbus.workers.leases import RETRY_S
 from rlbus.workers.moves import MayStand, RunOwn, WakeDue, Woke
+from rlbus.workers.slept import discarded, discards
 from rlbus.workers.state import Lease, Running, WorkerState
 
 # Owner of the pause of a worker that woke without whole weights: an update may end it, as it may end one of an update
@@ -42,23 +43,10 @@ def meant(state: WorkerState, body: Sleep | WakeUp) -> frozenset[SleepTag]:
     return state.meant(body)
 
 
-def discards(state: WorkerState, body: Sleep) -> bool:
-    """Whether this sleep costs the weights."""
-    return body.level >= 2 and SleepTag.WEIGHTS in meant(state, body) - state.asleep
-
-
-def slept(state: WorkerState, body: Sleep, _event: object = None) -> WorkerState:
-    """The tags sleep now, or may do so."""
-    state = _discarded(state) if discards(state, body) else state
-    prepared = None if SleepTag.WEIGHTS in meant(state, body) else state.prepared
-    tags = meant(state, body)
-    return replace(state, asleep=state.asleep | tags, to_wake=state.to_wake - tags, prepared=prepared)
-
-
 def failed(state: WorkerState, body: Sleep, is_touched: bool) -> tuple[WorkerState, frozenset[SleepTag]]:
     """A sleep has failed half way: the state in doubt, and the tags that have to be taken back."""
     new = meant(state, body) - state.asleep
-    state = _discarded(state) if is_touched and discards(state, body) else state
+    state = discarded(state) if is_touched and discards(state, body) else state
     return replace(state, asleep=state.asleep | new, to_wake=state.to_wake | new), new
 
 
@@ -89,14 +77,3 @@ def may_run(state: WorkerState) -> bool:
     """
     is_free = state.pause is None or state.pause.owner.endswith(_LEFT_SUFFIX)
     return not state.asleep and is_free and state.session is None and is_whole(state)
-
-
-def _discarded(state: WorkerState) -> WorkerState:
-    """The draft model's weights are gone with the target's."""
-    draft = None if state.draft is None else _dirty(state.draft)
-    return replace(state, weights=_dirty(state.weights), draft=draft)
-
-
-def _dirty(weights: WeightsView) -> WeightsView:
-    last_good = weights.version if weights.version is not None else weights.last_good
-    return WeightsView(state=WeightsState.DIRTY, last_good=last_good)

@@ -170,12 +170,6 @@ class WorkerState:
     found_sums: tuple[tuple[str, int, str], ...] = ()
     adapter_gone: AdapterGone | None = None
 
-    @property
-    def maybe_asleep(self) -> frozenset[SleepTag]:
-        """What sleeps, or will once the sleep that runs has ended, whoever hears of that."""
-        body = None if self.running is None else self.running.body
-        return self.asleep | self.meant(body) if isinstance(body, Sleep) else self.asleep
-
     def meant(self, body: Sleep | WakeUp) -> frozenset[SleepTag]:
         """The tags that a command is about."""
         return self.sleep_tags if body.tags is None else frozenset(body.tags)

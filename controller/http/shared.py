@@ -1,7 +1,8 @@
 """Ops that HTTP callers wait for: identical requests share one, and who goes away leaves it to whoever asks again.
 
 An orchestrator's read time-out isn't the end of the work (SCENARIOS 3): it asks again, and joins the op that runs. An
-op that nobody has waited for in GRACE_S is taken back, as one whose caller died.
+op that nobody has waited for in GRACE_S is taken back, as one whose caller died; or left to its own end, as a finish of
+vLLM's verbs (`rlbus._conversation.goes_on`).
 """
 
 import asyncio

@@ -10,7 +10,7 @@ from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.controller.testing import Fleet, fleet_on_bus
 from rlbus.schemas import Command, FaultCode, Generation, Report, TensorSpec, WorkerId
-from rlbus.testing import MemoryBroker, MemoryTransport, run
+from rlbus.testing import MemoryBroker, MemoryTransport, VirtualTimeLoop, run
 from rlbus.transfer.fake import FakePlane, FakePlaneScript, FakeSource
 from rlbus.transfer.plane import Sent, WeightSource
 from rlbus.workers.config import AgentConfig
@@ -49,6 +49,13 @@ class FedPlane(FakePlane):
 
     def _of(self, op_id: str) -> asyncio.Future[int | None]:
         return self._begun.setdefault(op_id, asyncio.get_running_loop().create_future())
+
+
+def stand_still(gap_s: float) -> None:
+    """The process does nothing for so long: all timers are overdue then, and what comes is read after they fired."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop._now_s += gap_s
 
 
 # The plane of the scene that is played.

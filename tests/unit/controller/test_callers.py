@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlbus._conversation import ALIVE_S, DEFAULT_PATIENCE, converse
+from rlbus._conversation import ALIVE_S, DEFAULT_PATIENCE, Patience, converse
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
 from rlbus.controller.callers import MISSING_S, SILENT_S, is_silent, is_to_stop, may_take_place
@@ -15,6 +15,7 @@ from rlbus.controller.transfers import HOLD_S
 from rlbus.errors import BusyError
 from rlbus.schemas import (
     FlushFleet,
+    OpResult,
     Outcome,
     RenewLease,
     SenderSignal,
@@ -25,7 +26,7 @@ from rlbus.schemas import (
 )
 from rlbus.testing import LoopClock, MemoryTransport, sequential_ids
 from rlbus.workers.engines.fake_script import Step
-from tests.unit.controller.scene import PAUSED, RUNNING, Scene, play, worker
+from tests.unit.controller.scene import PAUSED, RUNNING, Scene, play, stand_still, worker
 from tests.unit.controller.test_transfers import INIT, states, take
 
 pytestmark = pytest.mark.unit
@@ -256,6 +257,43 @@ def test_nobodys_silence_counts_while_the_controller_is_disconnected() -> None:
     play([worker(1, {"update_native": {1: Step(latency_s=300.0)}}), worker(2)], scenario)
 
 
+def test_nobodys_silence_counts_while_the_controller_stands_still() -> None:
+    """Stopped for a while, it looks at the time before it has read what its caller said meanwhile."""
+
+    async def scenario(scene: Scene) -> None:
+        await take(scene, "init", INIT)
+        await take(scene, "start")
+        client = scene.fleet.client
+        request = TransferFleet(
+            op_id="op", deadline_s=1800.0, caller=client.caller, step=TransferStep.UPDATE, info=UPDATE
+        )
+        patience = Patience(lost_s=2 * SILENT_S)  # all that runs here stands still, so it hears nothing either
+        hearing = converse(client.bus, client.namespace, request, on_reply=lambda _: None, patience=patience)
+        running = asyncio.create_task(hearing)
+        for _ in range(2):
+            await asyncio.sleep(3.0)
+            stand_still(SILENT_S + 10.0)
+        last = await running
+        assert isinstance(last, OpResult)
+        assert last.report.status == "ok"
+
+    play([worker(1, {"update_native": {1: Step(latency_s=300.0)}}), worker(2)], scenario)
+
+
+def test_a_trainer_that_dies_while_the_controller_stands_still_is_noticed_all_the_same() -> None:
+    """Its silence counts anew, and then ends its step."""
+
+    async def scenario(scene: Scene) -> None:
+        client = client_of(scene, "old")
+        running = await begin(scene, client, "update", UPDATE)
+        cut(scene, client)
+        stand_still(SILENT_S + 10.0)
+        assert SILENT_S - 5.0 < await until_idle(scene) < SILENT_S + ENDING_S
+        await drop(running)
+
+    play([worker(1, HUNG), worker(2, HUNG)], scenario)
+
+
 def test_an_older_client_that_never_says_that_it_lives_is_not_cut_off() -> None:
     """Nothing can be told of its silence, so its step has its whole deadline."""
 
@@ -290,3 +328,81 @@ def test_a_finish_whose_trainer_died_goes_on_to_its_end() -> None:
         await drop(running)
 
     play([worker(1, {"finish_native": {1: Step(latency_s=100.0)}}), worker(2)], scenario)
+
+
+async def sent_to_finish(scene: Scene, client: FleetClient) -> asyncio.Task[Any]:
+    """Everything was sent; the finish that follows is two seconds old."""
+    for kind, info in (("init", json.dumps(INIT)), ("start", None), ("update", UPDATE)):
+        await client.transfer(kind, info)
+    running = asyncio.create_task(client.transfer("finish"))
+    await asyncio.sleep(2.0)
+    return running
+
+
+SLOW_FINISH = {"finish_native": {1: Step(latency_s=100.0)}}
+
+
+@pytest.mark.parametrize("kind", ["init", "shutdown"])
+def test_a_trainer_that_is_started_again_waits_for_the_end_of_a_finish(kind: str) -> None:
+    """Nothing cuts that short, or a worker would stand still beside others at the new version."""
+
+    async def scenario(scene: Scene) -> None:
+        old, new = client_of(scene, "old"), client_of(scene, "new")
+        running = await sent_to_finish(scene, old)
+        cut(scene, old)
+        await asyncio.sleep(MISSING_S + 1.0)
+        report = await new.transfer(kind, json.dumps(INIT) if kind == "init" else None)
+        assert {o.outcome for o in report.outcomes} == {Outcome.OK}
+        assert await states(scene) == [(WeightsState.CLEAN, Version(step=1))] * 2
+        assert await scene.generations() == [RUNNING] * 2
+        await drop(running)
+
+    play([worker(1, SLOW_FINISH), worker(2)], scenario)
+
+
+def test_a_trainer_that_is_started_again_waits_for_the_end_of_a_shutdown() -> None:
+    """Also of one that takes longer than what is left to an op that is stopped."""
+
+    async def scenario(scene: Scene) -> None:
+        old, new = client_of(scene, "old"), client_of(scene, "new")
+        await old.transfer("init", json.dumps(INIT))
+        running = asyncio.create_task(old.transfer("shutdown"))
+        await asyncio.sleep(2.0)
+        cut(scene, old)
+        await asyncio.sleep(MISSING_S + 1.0)
+        report = await new.transfer("init", json.dumps(INIT))
+        assert {o.outcome for o in report.outcomes} == {Outcome.OK}
+        await drop(running)
+
+    play([worker(1, {"shutdown_native": {1: Step(latency_s=100.0)}}), worker(2)], scenario)
+
+
+@pytest.mark.parametrize(("kind", "goes_on"), [("finish", True), ("update", False)])
+def test_a_finish_whose_caller_leaves_is_not_taken_back(kind: str, goes_on: bool) -> None:
+    """As one whose HTTP connection ended; nobody waits for it any more, and it needs nobody."""
+
+    async def scenario(scene: Scene) -> None:
+        client = client_of(scene, "old")
+        running = await (sent_to_finish(scene, client) if goes_on else begin(scene, client, kind, UPDATE))
+        await drop(running)
+        assert (await until_idle(scene) > 90.0) is goes_on
+        version = Version(step=1) if goes_on else None
+        assert await states(scene) == [(WeightsState.CLEAN, version)] * 2
+        assert await scene.generations() == [RUNNING] * 2
+
+    play([worker(1, SLOW_FINISH if goes_on else HUNG), worker(2, {} if goes_on else HUNG)], scenario)
+
+
+def test_a_finish_can_be_cancelled_by_its_name() -> None:
+    """By somebody who wants it: an engine that hangs in it holds the fleet no longer."""
+
+    async def scenario(scene: Scene) -> None:
+        client = client_of(scene, "old")
+        running = await sent_to_finish(scene, client)
+        op_id = (await client.status()).op_id
+        assert op_id is not None
+        await client.cancel(op_id)
+        assert await until_idle(scene) < ENDING_S + 5.0
+        await drop(running)
+
+    play([worker(1, SLOW_FINISH), worker(2)], scenario)

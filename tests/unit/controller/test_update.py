@@ -36,7 +36,7 @@ from rlbus.testing import LoopClock, MemoryTransport
 from rlbus.transfer.fake import FakePlaneScript, fake_sum
 from rlbus.transfer.manifest import digest, pages
 from rlbus.workers.engines.fake_script import Step
-from tests.unit.controller.scene import PAUSED, RUNNING, Scene, outcomes, play, source, w, worker
+from tests.unit.controller.scene import PAUSED, RUNNING, Scene, outcomes, play, source, stand_still, w, worker
 
 pytestmark = pytest.mark.unit
 
@@ -136,6 +136,28 @@ def test_a_trainer_that_falls_silent_while_sending_is_given_up_after_the_stall_l
         await trainer.bus.aclose()
 
     # It waits for bytes that don't come, and says so by its progress.
+    play([worker(1, {"receive_weights": {1: SLOW}}, tensors=MANY)], scenario)
+
+
+def test_a_trainer_is_not_given_up_because_the_controller_stood_still() -> None:
+    """Stopped for a while, it looks at the time before it has read what the trainer said; silent after that, it is."""
+
+    async def scenario(scene: Scene) -> None:
+        trainer = HandTrainer(scene)
+        await trainer.begin(stall_s=5.0)
+        await trainer.signal(SenderStep.JOINED)
+        trainer.plane.begin("u")
+        await trainer.signal(SenderStep.ALIVE, num_bytes=1)
+        stand_still(20.0)
+        await asyncio.sleep(0.1)
+        await trainer.signal(SenderStep.ALIVE, num_bytes=2)
+        await asyncio.sleep(4.0)
+        assert trainer.got(OpResult) == []
+        await asyncio.sleep(8.0)
+        report = trainer.got(OpResult)[0].report
+        assert report.fault.message == "the trainer was silent for 5 s while sending"
+        await trainer.bus.aclose()
+
     play([worker(1, {"receive_weights": {1: SLOW}}, tensors=MANY)], scenario)
 
 

@@ -33,7 +33,8 @@ from rlbus.workers.engines.lora import Resident
 from rlbus.workers.ledger import Ledger, Noted, come_back, noted
 from rlbus.workers.loras import lora_event, sum_of
 from rlbus.workers.moves import LorasSeen
-from rlbus.workers.state import Adapter, WorkerState
+from rlbus.workers.slept import slept
+from rlbus.workers.state import Adapter, Running, WorkerState
 from rlbus.workers.testing import COMPONENT, INSTANCE_ID, NAMESPACE, code_of, worker_on_bus
 
 pytestmark = pytest.mark.unit
@@ -371,6 +372,53 @@ def test_agent_leaves_asleep_what_its_predecessor_put_to_sleep_until_somebody_wa
             assert not third.past.noted.asleep
 
     run(main())
+
+
+def test_agent_wakes_what_a_sleep_that_failed_left_asleep_under_its_predecessor(tmp_path: Path) -> None:
+    """Whoever was told that it failed won't; what somebody had put to sleep before stays so."""
+    kv, weights = frozenset({SleepTag.KV_CACHE}), frozenset({SleepTag.WEIGHTS})
+
+    async def main() -> None:
+        engine = Outliving(FakeScript({"sleep": {2: failing(after_parts=1)}, "wake_up": {0: failing()}}))
+        engine.found = Found("0.7", is_paused=False, is_torn=False)
+        with ledger_at(tmp_path, CLEAN_7) as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                assert (await rig.send(Sleep(tags=tuple(kv)), term=3, op_id="a")).status is ResultStatus.OK
+                assert code_of(await rig.send(Sleep(tags=tuple(weights)), term=3, op_id="b")) is FaultCode.ENGINE_FAILED
+                assert rig.agent.state.to_wake == weights
+                left = file_of(tmp_path).read_bytes()
+        file_of(tmp_path).write_bytes(left)  # that agent didn't end, it died
+        engine = Outliving()
+        await engine.sleep(BOTH, 1, PauseMode.KEEP)
+        with Ledger.open(tmp_path, NAMESPACE, COMPONENT, INSTANCE_ID) or pytest.fail("no ledger") as ledger:
+            async with worker_on_bus(engine, ledger=ledger) as rig:
+                await asyncio.sleep(FOUND_LEASE_S)
+                assert (rig.agent.state.asleep, rig.agent.state.to_wake) == (kv, frozenset())
+                assert "resume" not in engine.calls
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_weights_that_a_sleep_has_cost_are_torn_for_the_next_agent(is_interrupted: bool) -> None:
+    """The label is still that of what was discarded, and a wake would let the engine generate on nothing."""
+    body = Sleep(level=2)
+    running = Running("s", body)
+    before = replace(FRESH, weights=CLEAN_7, draft=CLEAN_7, sleep_tags=BOTH, running=running)
+    before = before if is_interrupted else replace(slept(before, body), running=None)
+    past = noted(before)
+    state = adopt(
+        replace(come_back(before, past), running=None), past, Found("0.7", True, False, draft_label="0.7"), 100.0
+    )
+    torn = WeightsView(state=WeightsState.DIRTY, last_good=V7)
+    assert (state.weights, state.draft, state.asleep) == (torn, torn, BOTH)
+
+
+def test_sleep_that_runs_is_wanted_whatever_an_earlier_one_left() -> None:
+    """What is noted in its middle is what is so after it."""
+    state = replace(FRESH, sleep_tags=BOTH, asleep=BOTH, to_wake=BOTH)
+    assert noted(state).to_wake == tuple(sorted(BOTH))
+    assert noted(replace(state, running=Running("s", Sleep(tags=(SleepTag.WEIGHTS,))))).to_wake == (SleepTag.KV_CACHE,)
 
 
 def test_agent_knows_the_bytes_of_adapters_that_its_predecessor_loaded() -> None:

@@ -279,12 +279,13 @@ def test_file_of_another_day_is_not_read(tmp_path: Path) -> None:
 def test_sleep_is_known_from_a_file_of_another_day(tmp_path: Path) -> None:
     """It lasts until somebody wakes the worker; nothing else of that file counts but how its engine was."""
     with opened(tmp_path) as ledger:
-        ledger.note(Noted(term=3, epoch=5, epoch_term=3, weights=CLEAN, asleep=(SleepTag.WEIGHTS,)))
+        asleep = to_wake = (SleepTag.WEIGHTS,)
+        ledger.note(Noted(term=3, epoch=5, epoch_term=3, weights=CLEAN, asleep=asleep, to_wake=to_wake))
         ledger.over(result_of("f"), "flush_cache", "d")
     long_ago = time.time() - ledgers.KEEP_S - 60
     os.utime(file_of(tmp_path), (long_ago, long_ago))
     with opened(tmp_path) as late:
-        assert late.past.noted == Noted(term=0, epoch=None, epoch_term=0, weights=CLEAN, asleep=(SleepTag.WEIGHTS,))
+        assert late.past.noted == Noted(term=0, epoch=None, epoch_term=0, weights=CLEAN, asleep=asleep, to_wake=to_wake)
         assert not late.past.over
 
 
