@@ -1,8 +1,14 @@
 """What every test may rely on, wherever it is run from."""
 
+import re
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+ENGINES = {path.stem.removeprefix("cases_") for path in Path(__file__).parent.glob("engines/cases_*.py")}
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and every process below inherits that: there a test
 # that interrupts itself, or a program that it started, would wait in vain. The default is what a terminal gives.
@@ -10,11 +16,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file is one group, all of whose tests one process runs, unless the tests say otherwise: those of the contract
-    suite are grouped by engine (`--dist loadgroup`).
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+class ByEngine(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
+    """A file goes to one process as a whole; of the contract suite, the tests of an engine, which share its start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, name = nodeid.partition("::")
+        folder, _, file = path.rpartition("/")
+        if not folder.endswith("tests/engines"):
+            return path
+        engine = next((word for word in re.split(r"[^a-z_]+", name.partition("[")[2]) if word in ENGINES), path)
+        return f"{engine} with a draft" if file == "test_contract_draft.py" else engine
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEngine:
+    """xdist's own (3.8) has no scope for parameters, and its groups don't work with pytest 9."""
+    return ByEngine(config, log)

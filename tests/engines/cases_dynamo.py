@@ -152,6 +152,7 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
 CASE = EngineCase(
     name="dynamo",
     open=_open,
+    is_peer=True,
     missing=lambda: None if dynamo.is_there() else "Dynamo, which `make test-peers` fetches",
     long_tokens=1200,
     settle_s=0.3,

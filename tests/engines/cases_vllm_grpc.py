@@ -113,6 +113,7 @@ CASE = EngineCase(
     name="vllm_grpc",
     open=_open,
     requires=("vllm", "grpc"),
+    is_peer=True,
     missing=missing,
     long_tokens=1000,
     limit_s=110.0,

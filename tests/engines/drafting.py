@@ -283,6 +283,7 @@ CASES = (
         name="vllm_grpc",
         open=_open_grpc,
         requires=("vllm", "grpc"),
+        is_peer=True,
         missing=cases_vllm_grpc.missing,
         open_s=300.0,
         limit_s=110.0,

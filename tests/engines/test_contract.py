@@ -7,8 +7,10 @@ import asyncio
 
 import pytest
 
-from rlbus.schemas import Generation, PauseMode
+from rlbus.errors import FaultError
+from rlbus.schemas import DRAFT_ROUTE, FaultCode, Generation, PauseMode
 from rlbus.workers.engines.contract import CaseRunner, Generated, OpenedEngine, Stream, begin, paused, tokens
+from rlbus.workers.engines.draft import drafter
 
 pytestmark = pytest.mark.engine
 
@@ -164,5 +166,17 @@ def test_abort_and_observe_work_beside_a_waiting_pause(runner: CaseRunner) -> No
         await pausing
         assert (await stream.task).finish == "abort"
         await opened.engine.resume()
+
+    runner.run(check)
+
+
+def test_engine_without_a_draft_says_so(runner: CaseRunner) -> None:
+    """It lists no route, and is no such engine whatever it has beside."""
+
+    async def check(opened: OpenedEngine) -> None:
+        assert DRAFT_ROUTE not in opened.engine.info.routes
+        with pytest.raises(FaultError) as caught:
+            drafter(opened.engine)
+        assert caught.value.code is FaultCode.NO_ROUTE
 
     runner.run(check)

@@ -4,7 +4,6 @@ Each test begins with a running engine without a group and leaves it so; both it
 """
 
 import asyncio
-import os
 from collections.abc import Iterator
 from typing import cast
 
@@ -28,27 +27,14 @@ from rlbus.workers.engines.contract import (
     update,
 )
 from rlbus.workers.engines.contract_draft import OpenedDraftEngine, draft, draft_order, transfer_draft, update_draft
-from rlbus.workers.engines.draft import drafter
 from rlbus.workers.engines.found import Found
 from tests.engines.drafting import CASES, TARGET, TWIN, Drafting, Outliving
+from tests.engines.params import params_of
 
 pytestmark = pytest.mark.engine
 
 
-def _params() -> list[object]:
-    is_required = os.environ.get("PEERS_REQUIRED") == "1"
-    found: list[object] = []
-    for case in CASES:
-        needs = case.needs()
-        skip = [pytest.mark.skip(reason=needs)] if needs and not is_required else []
-        # The first test of a case starts its engine; the limit of all other tests would cut that short.
-        limit = pytest.mark.timeout(case.open_s + case.limit_s)
-        group = pytest.mark.xdist_group(f"draft-{case.name}")
-        found.append(pytest.param(case, id=case.name, marks=[limit, group, *skip]))
-    return found
-
-
-@pytest.fixture(scope="module", params=_params())
+@pytest.fixture(scope="module", params=params_of(CASES))
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
     """The opened engine of one case."""
     case: EngineCase = request.param
@@ -79,18 +65,6 @@ async def cut_short(opened: OpenedDraftEngine, is_draft: bool) -> None:
             await transfer_draft(opened, epoch, Version(step=8), num_tensors=len(opened.draft_tensors()) - 1)
         else:
             await transfer(opened, epoch, B, num_tensors=len(opened.tensors()) - 1)
-
-
-def test_engine_without_a_draft_says_so(runner: CaseRunner) -> None:
-    """It lists no route, and is no such engine whatever it has beside."""
-
-    async def check(opened: OpenedEngine) -> None:
-        assert DRAFT_ROUTE not in opened.engine.info.routes
-        with pytest.raises(FaultError) as caught:
-            drafter(opened.engine)
-        assert caught.value.code is FaultCode.NO_ROUTE
-
-    runner.run(check)
 
 
 def test_manifest_of_a_draft_is_checked_against_the_draft(drafting: CaseRunner) -> None:

@@ -58,6 +58,17 @@ def test_a_missing_program_is_skipped_with_its_name_in_a_plain_run(
     done.stdout.fnmatch_lines(["SKIPPED*: needs a program"])
 
 
+def test_a_program_of_others_that_is_there_is_left_to_the_tests_with_peers(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make test` does the same whether they were fetched or not."""
+    monkeypatch.setenv("PEERS_REQUIRED", "0")
+    done = run(pytester, PATIENT.replace("open_s", "is_peer=True, open_s"))
+    done.assert_outcomes(skipped=1)
+    done.stdout.fnmatch_lines(["SKIPPED*: runs in `make test-peers`"])
+    run(pytester, PATIENT).assert_outcomes(passed=1)
+
+
 def test_a_missing_program_fails_where_peers_are_required(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ class EngineCase:
         settle_s: how long to watch that a paused engine stays still.
         open_s, limit_s: bounds of the start and of each test, in seconds of that loop.
         counts_requests: whether pause and abort say how many requests they ended or hold.
+        is_peer: its program is one of others' that `make test-peers` fetches, and `make test` leaves it to that.
         takes_other_dtypes: whether a float16 tensor may be sent for a float32 one.
     """
 
@@ -102,6 +103,7 @@ class EngineCase:
     limit_s: float = 60.0
     counts_requests: bool = True
     takes_other_dtypes: bool = True
+    is_peer: bool = False
 
     def needs(self) -> str:
         """What the case lacks here, in words; empty if nothing."""
