@@ -15,6 +15,8 @@ OWN_BASE = "rlbus-base:bookworm"
 # Of both.
 PYTHON = "3.11"
 WHEELS = ROOT / "docker" / "wheels"
+# Has no wheel on the index; it is plain Python, so that ours fits any.
+SOURCE_ONLY = ("nkeys",)
 CACHE = ROOT / ".compose"
 IMAGE = "rlbus-test"
 PULL_S = 120.0
@@ -45,9 +47,12 @@ def fetch_wheels() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
         listed.write(f"{needs}\nsetuptools>=77\nwheel\n")
         listed.flush()
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--dest", str(WHEELS))
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+        made = ("wheel", "--no-deps", "--wheel-dir", str(WHEELS), "-c", "constraints.txt", *SOURCE_ONLY)
+        run((*pip, *made), FETCH_S, cwd=ROOT)
+        fetched = ("download", "--dest", str(WHEELS), "--find-links", str(WHEELS), "-c", "constraints.txt")
         kind = ("--only-binary", ":all:", "--python-version", PYTHON)
-        run((*pip, *kind, "-c", "constraints.txt", "-r", listed.name), FETCH_S, cwd=ROOT)
+        run((*pip, *fetched, *kind, "-r", listed.name), FETCH_S, cwd=ROOT)
     stamp.write_text(wanted)
 
 
