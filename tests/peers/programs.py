@@ -6,6 +6,7 @@ What a test needs of a program that isn't installed is no reason to skip it: `ma
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -27,14 +28,19 @@ START_S = 300.0
 # Between SIGTERM and SIGKILL.
 STOP_S = 10.0
 POLL_S = 0.1
+# Below those that Linux hands out to connections (net.ipv4.ip_local_port_range, from 32768 on): a program takes a minute
+# to bind the one that it was given.
+PORTS = range(10_000, 32_000)
 TAIL_LINES = 40
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody has now, and that no connection will get before a program has come so far as to bind it."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def clean_env(**more: str) -> dict[str, str]:
