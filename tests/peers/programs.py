@@ -28,8 +28,8 @@ START_S = 300.0
 # Between SIGTERM and SIGKILL.
 STOP_S = 10.0
 POLL_S = 0.1
-# Below those that Linux hands out to connections (net.ipv4.ip_local_port_range, from 32768 on): a program takes a minute
-# to bind the one that it was given.
+# Below those that Linux hands out to connections (net.ipv4.ip_local_port_range, from 32768 on): a program may take a
+# minute to bind the one that it was given.
 PORTS = range(10_000, 32_000)
 TAIL_LINES = 40
 
