@@ -7,11 +7,11 @@
 | `RLBUS_HTTP_TOKEN` | `token` | bearer token that every request needs; none on loopback |
 """
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlbus._addresses import is_loopback
 from rlbus.errors import ConfigError
 
 DEFAULT_HOST = "127.0.0.1"
@@ -66,16 +66,6 @@ class HttpConfig:
             if option is None or option[1] is None:
                 raise
             raise ConfigError(option[0], exc.value, exc.problem) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`. A name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def is_header_text(text: str) -> bool:

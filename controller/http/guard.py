@@ -14,8 +14,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rlbus._addresses import is_loopback
 from rlbus.controller.http.answers import error
-from rlbus.controller.http.config import TOKEN_VARIABLE, is_loopback
+from rlbus.controller.http.config import TOKEN_VARIABLE
 
 _log = logging.getLogger("rlbus.controller.http")
 

@@ -196,6 +196,7 @@ def test_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
     async def scenario(scene: Scene) -> None:
         old = scene.below()
+        assert len(old) == 2
         scene.process.kill()
         await scene.until(lambda: all(is_gone(pid) for pid in old), 10.0)
 
