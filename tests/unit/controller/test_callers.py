@@ -139,16 +139,19 @@ def test_a_trainer_that_dies_in_a_step_leaves_nobody_paused(kind: str, info: str
     play([worker(1, script), worker(2, script)], scenario)
 
 
-def test_a_client_that_is_closed_in_a_step_is_a_trainer_that_died() -> None:
-    """As `BusWeightSyncClient.close`: its connection ends, and nothing is taken back."""
+def update_of(caller: str) -> TransferFleet:
+    """The step that carries the weights, as a client says it."""
+    return TransferFleet(op_id="op", deadline_s=1800.0, caller=caller, step=TransferStep.UPDATE, info=UPDATE)
+
+
+def test_a_client_that_is_gone_without_taking_its_step_back_is_a_trainer_that_died() -> None:
+    """One that is closed takes it back; one that is killed doesn't."""
 
     async def scenario(scene: Scene) -> None:
         await take(scene, "init", INIT)
         await take(scene, "start")
         client = scene.fleet.client
-        request = TransferFleet(
-            op_id="op", deadline_s=1800.0, caller=client.caller, step=TransferStep.UPDATE, info=UPDATE
-        )
+        request = update_of(client.caller)
         running = asyncio.create_task(converse(client.bus, client.namespace, request, on_reply=lambda _: None))
         await asyncio.sleep(2.0)
         await drop(running)
@@ -264,9 +267,7 @@ def test_nobodys_silence_counts_while_the_controller_stands_still() -> None:
         await take(scene, "init", INIT)
         await take(scene, "start")
         client = scene.fleet.client
-        request = TransferFleet(
-            op_id="op", deadline_s=1800.0, caller=client.caller, step=TransferStep.UPDATE, info=UPDATE
-        )
+        request = update_of(client.caller)
         patience = Patience(lost_s=2 * SILENT_S)  # all that runs here stands still, so it hears nothing either
         hearing = converse(client.bus, client.namespace, request, on_reply=lambda _: None, patience=patience)
         running = asyncio.create_task(hearing)

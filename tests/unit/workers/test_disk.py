@@ -251,7 +251,11 @@ def test_a_root_that_hangs_keeps_no_worker_from_starting(hung: HungDisk, monkeyp
     monkeypatch.setattr("rlbus.workers.disk.os.path.isdir", hung.look)
 
     async def start() -> None:
-        warn_of_absent(AgentConfig(weight_roots=(DEAD,)))
+        await hung.hold(warned())
 
-    asyncio.run(start())
+    async def warned() -> None:
+        warn_of_absent(AgentConfig(weight_roots=(DEAD,)))
+        await asyncio.Event().wait()
+
+    asyncio.run(asyncio.wait_for(start(), 30.0))
     hung.come_back()

@@ -22,4 +22,5 @@ def test_header_that_grpc_can_not_send_is_refused_before_anything_is_called(head
 
 def test_header_that_grpc_can_send_goes_with_every_call() -> None:
     """In lower case, as gRPC wants it."""
-    Control(Peer.of("http://h:1", api_key="key", headers={"X_A.b-1": "Basic a=="}))
+    control = Control(Peer.of("http://h:1", api_key="key", headers={"X_A.b-1": "Basic a=="}))
+    assert dict(control._headers) == {"authorization": "Bearer key", "x_a.b-1": "Basic a=="}
