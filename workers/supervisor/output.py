@@ -18,8 +18,10 @@ from pathlib import Path
 
 # The longest line that is passed on; a longer one is dropped.
 MAX_LINE_BYTES = 2**20
-# How long the last lines may take to come once the server has ended.
+# How long the last lines may take to come once the server has ended: a process that it left behind may hold the pipe.
 LAST_LINES_S = 2.0
+# How long they may then take to be written.
+FLUSH_LIMIT_S = 2.0
 # How much may wait for stderr; lines beyond it are left out.
 MAX_WAITING_BYTES = 4 * 2**20
 
@@ -43,13 +45,13 @@ class _Stderr:
         self._put(line)
 
     async def flush(self) -> None:
-        """Wait until everything so far is written, at most LAST_LINES_S. Cancel: it is written all the same."""
+        """Wait until everything so far is written, at most FLUSH_LIMIT_S. Cancel: it is written all the same."""
         self._tell_left_out()
         if self._thread is None:
             return  # there was never a line
         written = threading.Event()
         self._waiting.put(written)
-        await asyncio.to_thread(written.wait, LAST_LINES_S)
+        await asyncio.to_thread(written.wait, FLUSH_LIMIT_S)
 
     def _tell_left_out(self) -> None:
         if self._num_left_out:
@@ -91,7 +93,8 @@ _stderr = _Stderr()
 async def output(name: str, log: Path | None) -> AsyncIterator[int | None]:
     """Yields the descriptor that a child process shall write to; None if its output goes to `log` anyway.
 
-    Leaving waits for the last lines, at most LAST_LINES_S. Cancel: they are dropped.
+    Leaving waits for the last lines, at most LAST_LINES_S, and for stderr, at most FLUSH_LIMIT_S. Cancel: they are
+    dropped.
     """
     if log is not None:
         yield None
