@@ -1,10 +1,13 @@
 """What was seen of a case, and which promises it broke. Pure."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.chaos.cases import FAILOVER_S, SEEN_S, STRUCK_IN, Blow, Case, Target
 from tests.chaos.promises import Aftermath, broken
+
+_LATE = re.compile(r" after [0-9.]+ s \(bound [0-9.]+ s\)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,11 @@ class Observation:
 def judge(case: Case, seen: Observation) -> tuple[str, ...]:
     """The promises that were broken, in words; none: the case held."""
     return tuple(_broken(case, seen))
+
+
+def is_late(problem: str) -> bool:
+    """Whether a broken promise is only a bound that was missed: a machine that stands still does that, too."""
+    return _LATE.search(problem) is not None
 
 
 def _broken(case: Case, seen: Observation) -> Iterator[str]:

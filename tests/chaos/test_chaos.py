@@ -12,6 +12,9 @@ import pytest
 
 from tests.chaos.__main__ import run_cases
 from tests.chaos.cases import CASES
+from tests.chaos.judge import is_late
+from tests.chaos.table import Row
+from tests.tries import TRIES
 
 pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
@@ -19,15 +22,22 @@ ROOT = Path(__file__).parents[2]
 QUICK = [case for case in CASES if case.is_quick]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_the_quick_cases_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    """In mid-broadcast, one after the other on the same fleet."""
-    with capsys.disabled():
-        print()
-        rows = asyncio.run(run_cases(QUICK))
-    assert {row.case.name: row.broken for row in rows if row.broken} == {}
-    assert len(rows) == len(QUICK) >= 2
-    assert all(row.seen is not None and row.seen.phase_hit.startswith("transfer") for row in rows)
+    """In mid-broadcast, one after the other on the same fleet. One that is only late is run again."""
+    ended: dict[str, Row] = {}
+    left = QUICK
+    for _ in range(TRIES):
+        with capsys.disabled():
+            print()
+            rows = asyncio.run(run_cases(left))
+        ended |= {row.case.name: row for row in rows}
+        left = [row.case for row in rows if row.broken and all(map(is_late, row.broken))]
+        if not left:
+            break
+    assert {name: row.broken for name, row in ended.items() if row.broken} == {}
+    assert len(ended) == len(QUICK) >= 2
+    assert all(row.seen is not None and row.seen.phase_hit.startswith("transfer") for row in ended.values())
 
 
 def test_the_command_lists_cases_and_refuses_unknown_ones() -> None:
@@ -42,5 +52,5 @@ def test_the_command_lists_cases_and_refuses_unknown_ones() -> None:
 
 def _chaos(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.chaos", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60.0
+        [sys.executable, "-m", "tests.chaos", *argv], cwd=ROOT, capture_output=True, text=True, timeout=200.0
     )

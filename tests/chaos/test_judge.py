@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.cases import CASES, HELD_BEFORE, STRUCK_IN, UPDATE_PHASES, Blow, Case, Phase, Target
-from tests.chaos.judge import Call, Observation, judge
+from tests.chaos.judge import Call, Observation, is_late, judge
 from tests.chaos.promises import ENDINGS, Aftermath, Left, OpEnd, Standing, Torn
 from tests.chaos.table import COLUMNS, Row, header, line, totals
 
@@ -90,6 +90,13 @@ def test_each_broken_promise_is_named(change: dict[str, Any], words: str) -> Non
     """One line, and no other promise is blamed for it."""
     (problem,) = judge(CASE, replace(GOOD, **change))
     assert words in problem
+
+
+def test_being_late_is_told_from_never_and_from_all_else() -> None:
+    """Only that is forgiven once."""
+    found = judge(CASE, replace(GOOD, serving_s=5.6, back_s=7.0, restarted=("backend/1",)))
+    assert [is_late(problem) for problem in found] == [True, True, False]
+    assert not any(map(is_late, judge(CASE, replace(GOOD, serving_s=None, returned_s=None, back_s=None))))
 
 
 @pytest.mark.parametrize(

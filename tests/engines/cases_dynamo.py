@@ -11,7 +11,7 @@ import httpx
 
 from rlbus.schemas import lora_id
 from rlbus.workers.engines.contract import EngineCase, Generated
-from tests.engines.cases_vllm import OpenedVllm
+from tests.engines.cases_vllm import LIMIT_S, OpenedVllm
 from tests.peers import dynamo
 from tests.peers.programs import Programs
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlbus.workers.engines.base import Engine
 
 # A stream of tokens may be silent while the engine is paused, but not longer than a test.
-_SILENCE_S = 60.0
+_SILENCE_S = 180.0
 _MAX_LORAS = 3
 
 
@@ -157,5 +157,6 @@ CASE = EngineCase(
     long_tokens=1200,
     settle_s=0.3,
     open_s=300.0,
+    limit_s=LIMIT_S,
     counts_requests=False,
 )

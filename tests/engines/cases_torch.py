@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rlbus.workers.engines.torch_engine import TorchEngine
 
 NUM_RANKS = 2
+# Of one test. It takes seconds on a quiet machine.
+LIMIT_S = 180.0
 
 
 class _Dying:
@@ -70,7 +72,7 @@ class _Opened:
             spans=(RankSpan(component="backend", instance_id="1", first=1, num_ranks=NUM_RANKS),),
             rendezvous=await self._plane.rendezvous(),
             bucket_bytes=BUCKET_BYTES,
-            timeout_s=20.0,
+            timeout_s=60.0,
         )
 
     async def join_sender(self, plan: GroupPlan) -> None:
@@ -153,4 +155,4 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
         await engine.aclose()
 
 
-CASE = EngineCase(name="torch", open=_open, requires=("torch", "safetensors"), long_tokens=300)
+CASE = EngineCase(name="torch", open=_open, requires=("torch", "safetensors"), long_tokens=300, limit_s=LIMIT_S)

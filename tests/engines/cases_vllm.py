@@ -16,6 +16,8 @@ from tests.engines.native_side import NativeSide
 # What is not set here, or set otherwise, starves the other processes of a small machine (facts/vllm-cpu.md 0).
 ENV = {"VLLM_PLUGINS": "rlbus", "VLLM_LOGGING_LEVEL": "WARNING"}
 MAX_TOKENS = 512
+# Of one test. It takes seconds on a quiet machine.
+LIMIT_S = 180.0
 # Engines that were shut down; see `end`.
 _ENDED: list[Any] = []
 
@@ -52,7 +54,7 @@ class OpenedVllm:
             spans=(RankSpan(component="backend", instance_id="1", first=1, num_ranks=1),),
             rendezvous=await self._plane.rendezvous(),
             bucket_bytes=1 << 16,
-            timeout_s=20.0,
+            timeout_s=60.0,
         )
 
     async def join_sender(self, plan: GroupPlan) -> None:
@@ -213,4 +215,6 @@ async def _open(folder: Path) -> AsyncIterator[OpenedVllm]:
 
 
 # It starts in 20 s, and in 80 s when others use the machine, too.
-CASE = EngineCase(name="vllm", open=_open, requires=("vllm",), long_tokens=400, settle_s=0.2, open_s=240.0)
+CASE = EngineCase(
+    name="vllm", open=_open, requires=("vllm",), long_tokens=400, settle_s=0.2, open_s=240.0, limit_s=LIMIT_S
+)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from rlbus.workers.engines.contract import EngineCase, Generated
-from tests.engines.cases_vllm import OpenedVllm
+from tests.engines.cases_vllm import LIMIT_S, OpenedVllm
 from tests.peers import vllm_rs
 from tests.peers.programs import Programs, free_port
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Long enough that a request still runs when a machine under load comes to abort it.
 MAX_TOKENS = 2048
 # A stream of tokens may be silent while the engine is paused, but not longer than a test.
-_SILENCE_S = 60.0
+_SILENCE_S = 180.0
 
 
 class OpenedGrpc(OpenedVllm):
@@ -116,7 +116,7 @@ CASE = EngineCase(
     is_peer=True,
     missing=missing,
     long_tokens=1000,
-    limit_s=110.0,
+    limit_s=LIMIT_S,
     settle_s=0.2,
     open_s=300.0,
     counts_requests=False,

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from rlbus.workers.engines.contract import EngineCase, Generated
+from tests.engines.cases_vllm import LIMIT_S
 from tests.engines.cases_vllm import OpenedVllm as _Weighted
 from tests.peers.programs import Programs, free_port
 
@@ -102,4 +103,6 @@ async def _open(folder: Path) -> AsyncIterator[OpenedHttp]:
             await plane.aclose()
 
 
-CASE = EngineCase(name="vllm_http", open=_open, requires=("vllm",), long_tokens=1200, settle_s=0.2, open_s=300.0)
+CASE = EngineCase(
+    name="vllm_http", open=_open, requires=("vllm",), long_tokens=1200, settle_s=0.2, open_s=300.0, limit_s=LIMIT_S
+)

@@ -24,7 +24,7 @@ class NativeSide:
         self._group: Any = None
         self._stream_id = ""
 
-    def init_info(self, timeout_s: float = 20.0) -> dict[str, Any]:
+    def init_info(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """For the engine; the store is there from now on."""
         from rlbus.transfer.meeting import host_store
 

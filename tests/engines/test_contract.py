@@ -11,6 +11,7 @@ from rlbus.errors import FaultError
 from rlbus.schemas import DRAFT_ROUTE, FaultCode, Generation, PauseMode
 from rlbus.workers.engines.contract import CaseRunner, Generated, OpenedEngine, Stream, begin, paused, tokens
 from rlbus.workers.engines.draft import drafter
+from tests.tries import TooLateError, best_of
 
 pytestmark = pytest.mark.engine
 
@@ -23,6 +24,15 @@ async def settle(stream: Stream, settle_s: float) -> int:
         if stream.num_tokens == num_tokens:
             return num_tokens
     raise AssertionError("tokens come during a pause")
+
+
+async def aborted(stream: Stream) -> Generated:
+    """How it ended, which has to be by an abort."""
+    ended = await stream.task
+    if ended.finish == "length":
+        raise TooLateError("it had ended by itself")
+    assert ended.finish == "abort"
+    return ended
 
 
 def test_it_says_what_it_is(runner: CaseRunner) -> None:
@@ -49,14 +59,14 @@ def test_keep_freezes_requests_and_resume_continues_them(runner: CaseRunner) -> 
         await opened.engine.pause(PauseMode.KEEP, True)
         assert (await opened.engine.observe()).generation is Generation.PAUSED
         # What had been generated may still be on its way to its reader when the pause returns; then nothing comes.
-        settled = await settle(stream, runner.case.settle_s)
-        await asyncio.sleep(runner.case.settle_s)
-        assert stream.num_tokens == settled < runner.case.long_tokens
-        assert not stream.task.done()
+        settled, was_done = await settle(stream, runner.case.settle_s), stream.task.done()
         await opened.engine.resume()
         assert await stream.task == Generated(whole, "length")
+        if settled == runner.case.long_tokens:
+            raise TooLateError("it had ended by itself")
+        assert not was_done
 
-    runner.run(check)
+    best_of(lambda: runner.run(check))
 
 
 def test_wait_lets_requests_finish_first(runner: CaseRunner) -> None:
@@ -77,13 +87,13 @@ def test_abort_ends_requests_with_what_they_have(runner: CaseRunner) -> None:
     async def check(opened: OpenedEngine) -> None:
         stream = await begin(opened, runner.case.long_tokens)
         data = await opened.engine.pause(PauseMode.ABORT, True)
-        ended = await stream.task
+        await stream.task
         await opened.engine.resume()
-        assert ended.finish == "abort"
+        ended = await aborted(stream)
         assert 0 < len(ended.tokens) < runner.case.long_tokens
         assert data.num_aborted == (1 if runner.case.counts_requests else data.num_aborted)
 
-    runner.run(check)
+    best_of(lambda: runner.run(check))
 
 
 def test_pause_and_resume_are_idempotent(runner: CaseRunner) -> None:
@@ -94,17 +104,19 @@ def test_pause_and_resume_are_idempotent(runner: CaseRunner) -> None:
         stream = await begin(opened, runner.case.long_tokens)
         await opened.engine.pause(PauseMode.KEEP, True)
         await opened.engine.pause(PauseMode.KEEP, True)
-        assert not stream.task.done()
+        was_done = stream.task.done()
         await opened.engine.pause(PauseMode.ABORT, True)
-        assert (await stream.task).finish == "abort"
+        await stream.task
         await opened.engine.pause(PauseMode.WAIT, True)
         assert (await opened.engine.observe()).generation is Generation.PAUSED
         await opened.engine.resume()
         await opened.engine.resume()
         assert (await opened.engine.observe()).generation is Generation.RUNNING
         assert len(await tokens(opened)) == 12
+        await aborted(stream)
+        assert not was_done
 
-    runner.run(check)
+    best_of(lambda: runner.run(check))
 
 
 def test_request_that_comes_during_a_pause_runs_after_it(runner: CaseRunner) -> None:
@@ -142,15 +154,18 @@ def test_abort_ends_the_named_requests_only(runner: CaseRunner) -> None:
         one = await begin(opened, runner.case.long_tokens)
         two = await begin(opened, runner.case.long_tokens)
         numbers = [await opened.engine.abort((one.request_id, "nobody"))]
-        assert (await one.task).finish == "abort"
-        assert not two.task.done()
+        await one.task
+        was_done = two.task.done()
         numbers.append(await opened.engine.abort(None))
-        assert (await two.task).finish == "abort"
+        await two.task
         numbers.append(await opened.engine.abort(None))
         assert (await opened.engine.observe()).generation is Generation.RUNNING
+        await aborted(one)
+        await aborted(two)
+        assert not was_done
         assert numbers == ([1, 1, 0] if runner.case.counts_requests else [None] * 3)
 
-    runner.run(check)
+    best_of(lambda: runner.run(check))
 
 
 def test_abort_and_observe_work_beside_a_waiting_pause(runner: CaseRunner) -> None:
@@ -160,14 +175,14 @@ def test_abort_and_observe_work_beside_a_waiting_pause(runner: CaseRunner) -> No
         stream = await begin(opened, runner.case.long_tokens)
         pausing = asyncio.ensure_future(opened.engine.pause(PauseMode.WAIT, True))
         await asyncio.sleep(0)
-        async with asyncio.timeout(10.0):
-            await opened.engine.observe()
+        await opened.engine.observe()
         await opened.engine.abort((stream.request_id,))
         await pausing
-        assert (await stream.task).finish == "abort"
         await opened.engine.resume()
+        # The pause, and so whoever waits for it, would last as long as the request.
+        await aborted(stream)
 
-    runner.run(check)
+    best_of(lambda: runner.run(check))
 
 
 def test_engine_without_a_draft_says_so(runner: CaseRunner) -> None:

@@ -17,6 +17,7 @@ from rlbus.workers.engines.base import UpdateFailedError
 from rlbus.workers.engines.contract import A, B, CaseRunner, OpenedEngine, paused, tokens, update
 from rlbus.workers.engines.native import NATIVE_ROUTES, ChecksInit, NativeEngine
 from tests.engines.native_side import NativeSide
+from tests.tries import TooLateError, best_of
 
 pytestmark = pytest.mark.engine
 
@@ -87,20 +88,23 @@ def test_a_foreign_update_gives_the_same_model_as_one_of_ours(runner: CaseRunner
 
 def test_a_trainer_that_never_comes_blocks_nothing(runner: CaseRunner) -> None:
     """The engine answers meanwhile, and says group_failed when the time is over."""
+    limits_s = iter((2.0, 6.0, 18.0))
 
     async def check(opened: OpenedEngine) -> None:
         engine, side = engine_of(opened), side_of(opened)
-        joining = asyncio.create_task(engine.init_native(side.init_info(timeout_s=2.0)))
+        joining = asyncio.create_task(engine.init_native(side.init_info(timeout_s=next(limits_s))))
         assert (await opened.engine.observe()).generation is Generation.RUNNING
         await tokens(opened)
-        assert not joining.done()
+        was_over = joining.done()
         with pytest.raises(EngineError) as caught:
             await joining
         assert caught.value.code is FaultCode.GROUP_FAILED
         await engine.shutdown_native()
         side.leave()
+        if was_over:
+            raise TooLateError("its time was over before the engine had answered")
 
-    runner.run(check)
+    best_of(lambda: runner.run(check), 3)
 
 
 @pytest.mark.parametrize("wrong", ["missing", "unlike", "lengths", "field"])
@@ -215,7 +219,8 @@ def test_a_group_that_makes_no_sense_is_refused_at_once(runner: CaseRunner, wron
     async def check(opened: OpenedEngine) -> None:
         side = side_of(opened)
         info = side.init_info() | {"rank_offset": 2, "world_size": 1 + opened.engine.info.world_size + 1} | wrong
-        async with asyncio.timeout(2.0):
+        # Well before the group's own time is over.
+        async with asyncio.timeout(30.0):
             with pytest.raises(RefusedError) as caught:
                 await engine_of(opened).init_native(info)
         assert caught.value.code is FaultCode.BAD_MESSAGE

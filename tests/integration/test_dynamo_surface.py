@@ -1,6 +1,7 @@
 """The HTTP surfaces of adopted Dynamo workers: real sockets, each worker behind an address of its own."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import httpx
@@ -13,12 +14,13 @@ from rlbus.workers.dynamo.adoption import Adopting, Adoption, StaticUrl
 from rlbus.workers.dynamo.engine import EngineOptions
 from rlbus.workers.peer_http import Peer
 from rlbus.workers.system.settings import SystemConfig
+from tests.integration.test_server import listening_ports
 from tests.unit.workers.dynamo.fake_dynamo import FakeDynamo, FakeWorker, make_checkpoint
 
 pytestmark = pytest.mark.integration
 
 ONE, TWO = "http://one:9000", "http://two:9000"
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 def test_each_adopted_worker_has_a_surface_of_its_own(tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_each_adopted_worker_has_a_surface_of_its_own(tmp_path: Path) -> None:
         adoption, stopped = Adoption(bus, sources, how), asyncio.Event()
         running = asyncio.ensure_future(adoption.run(stopped))
         headers = {"authorization": "Bearer sesame"}
-        async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(timeout=10.0, headers=headers) as client:
+        async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(timeout=LIMIT_S, headers=headers) as client:
             try:
                 while len(adoption.agents) < 2:  # noqa: ASYNC110 - adoption tells people, not programs
                     await asyncio.sleep(0.05)
@@ -59,8 +61,7 @@ def test_each_adopted_worker_has_a_surface_of_its_own(tmp_path: Path) -> None:
                 for source in sources:
                     await source.aclose()
                 await bus.aclose()
-            for url in urls.values():
-                with pytest.raises(httpx.ConnectError):
-                    await client.get(f"{url}/live")
+            # Not by connecting: anybody may have been given the ports meanwhile.
+            assert not {httpx.URL(url or "").port for url in urls.values()} & listening_ports(os.getpid())
 
     asyncio.run(main())

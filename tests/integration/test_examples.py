@@ -11,7 +11,10 @@ import pytest
 
 from rlbus.workers.torch_lm.make import make_tiny_model
 
-pytestmark = pytest.mark.integration
+# Importing torch takes most of it.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+LIMIT_S = 250.0
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,7 +49,7 @@ def document(model: Path, weights: Path) -> Iterator[dict[str, str]]:
     yield document
     for process in (worker, up):
         process.terminate()
-        process.communicate(timeout=30.0)
+        process.communicate(timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_an_example_runs_and_every_update_is_ok(url: str, model: Path, script: s
         env={**os.environ, "RLBUS_URL": url, "RLBUS_NAMESPACE": "default", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
@@ -84,7 +87,7 @@ def run(script: str, *argv: str, cwd: Path) -> list[str]:
     """The lines that an example prints, in this folder."""
     command = [sys.executable, str(EXAMPLES / script), *argv]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -93,7 +96,7 @@ def fleet_of(url: str) -> tuple[int, str]:
     """The step that the fleet is at, and where its one torch worker serves completions."""
     env = {**os.environ, "RLBUS_URL": url, "RLBUS_NAMESPACE": "default"}
     command = [sys.executable, "-m", "rlbus", "status", "--json"]
-    asked = subprocess.run(command, env=env, capture_output=True, timeout=60, check=True)
+    asked = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT_S, check=True)
     fleet = json.loads(asked.stdout)
     [member] = [m for m in fleet["members"] if m["descriptor"]["component"] == "backend"]
     return 0 if fleet["version"] is None else fleet["version"][1], member["descriptor"]["completions_url"]
@@ -141,12 +144,12 @@ def test_the_custom_engine_is_paused_and_resumed_and_refuses_the_rest(url: str) 
         found = {}
         for verb in ("pause", "resume", "flush"):
             command = [sys.executable, "-m", "rlbus", verb, "--component", "ticker", "--json"]
-            done = subprocess.run(command, env=env, capture_output=True, timeout=60)
+            done = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT_S)
             found[verb] = (done.returncode, json.loads(done.stdout))
         assert found["pause"][0] == found["resume"][0] == 0, found
         assert found["flush"][0] == 3, found
         assert found["flush"][1]["error"]["code"] == "no_route", found
     finally:
         engine.terminate()
-        engine.communicate(timeout=30.0)
+        engine.communicate(timeout=LIMIT_S)
     assert engine.returncode == 0

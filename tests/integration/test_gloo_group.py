@@ -21,14 +21,14 @@ from rlbus.errors import TransferError
 from rlbus.schemas import GroupPlan, RankSpan, Rendezvous, TensorSpec, Version
 from rlbus.transfer.plane import Sent, WeightSource
 from rlbus.transfer.source import weight_source
-from rlbus.transfer.torch_plane import RELEASE_S, TorchPlane
+from rlbus.transfer.torch_plane import TorchPlane
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 RECEIVER = Path(__file__).parent / "gloo_receiver.py"
 BUCKET_BYTES = 64 * 1024
 # A receiver that lives ends in a fraction of it; importing torch takes most of it on a busy machine.
-END_S = 60.0
+END_S = 120.0
 
 WEIGHTS = {
     "embed": torch.arange(50_000, dtype=torch.float32).view(500, 100),
@@ -223,7 +223,7 @@ def test_leaving_releases_a_sender_whose_receiver_hangs() -> None:
             assert not done
             began = time.monotonic()
             await plane.leave("the receiver hangs")
-            assert time.monotonic() - began < RELEASE_S
+            assert time.monotonic() - began < END_S / 2
             with pytest.raises(TransferError, match="the receiver hangs"):
                 await sending
             plan = plan_for(await plane.rendezvous(), 1, epoch=2)
@@ -250,7 +250,7 @@ def test_a_send_that_is_cancelled_leaves_no_thread_behind() -> None:
                 await sending
             began = time.monotonic()
             await plane.leave("cancelled")
-            assert time.monotonic() - began < RELEASE_S
+            assert time.monotonic() - began < END_S / 2
             with pytest.raises(TransferError, match="no group was joined"):
                 await send(plane, source)
 

@@ -1,7 +1,6 @@
 """`rlbus lora` on a real server, with a real controller and fake workers as processes."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_sum
 from rlbus.server import EmbeddedServer
 from rlbus.sync import LoopThread, Trainer
 from rlbus.transfer.fake import FakePlane
-from tests.integration.test_cli import NAMESPACE, Process, rlbus
+from tests.integration.test_cli import NAMESPACE, Process, rlbus, until_listed
 
 pytestmark = pytest.mark.integration
 
@@ -29,10 +28,7 @@ def url() -> Iterator[str]:
     try:
         for process in processes:
             process.document()
-        deadline = time.monotonic() + 60.0
-        while len(rlbus("workers", "--json", url=server.url).document["workers"]) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until_listed(server.url, 2)
         yield server.url
     finally:
         for process in processes:

@@ -121,7 +121,7 @@ def test_an_object_ends_by_itself(play: Play) -> None:
     async def scenario(open_store: OpenObjects) -> None:
         objects = await open_store(True)
         await objects.put("a", pieces_of(b"x"), ttl_s=1)
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while await objects.look("a") is not None:  # noqa: ASYNC110 - another process ends it
                 await asyncio.sleep(0.05)
         assert await objects.look("a") is None

@@ -23,7 +23,7 @@ from rlbus.server import EmbeddedServer, _announced_port
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from rlbus.workers.vllm_http.supervisor import LOST, Pair, run_pair
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 POLICY = RestartPolicy(max_restarts=2, first_s=0.05, max_s=0.05)
 # Says that it lives, and that it ends; both by one line in a file that all share.
 SERVICE = """
@@ -28,6 +28,18 @@ signal.signal(signal.SIGTERM, end)
 say("begin")
 """
 STAYS = SERVICE + "time.sleep(600)"
+
+
+def ends_beside(other: str, status: int) -> str:
+    """What ends with this status once the other one lives, too."""
+    return (
+        SERVICE
+        + f"""
+while "begin {other}\\n" not in open(sys.argv[1]).read():
+    time.sleep(0.02)
+sys.exit({status})
+"""
+    )
 
 
 class Stage:
@@ -94,7 +106,7 @@ def test_agent_that_dies_is_started_again_beside_the_same_server(tmp_path: Path)
         assert stage.lines.count("begin agent") == 3
         assert [line for line in stage.lines if line.endswith("server")] == ["begin server", "end server"]
 
-    on_stage(tmp_path, scenario, agent=SERVICE + "time.sleep(0.5); sys.exit(1)")
+    on_stage(tmp_path, scenario, agent=ends_beside("server", 1))
 
 
 def test_server_that_dies_is_started_again_beside_the_same_agent(tmp_path: Path) -> None:
@@ -106,7 +118,7 @@ def test_server_that_dies_is_started_again_beside_the_same_agent(tmp_path: Path)
         assert await stage.running == EXIT_GAVE_UP
         assert stage.lines[-1] == "end agent"
 
-    on_stage(tmp_path, scenario, server=SERVICE + "time.sleep(0.5); sys.exit(0)")
+    on_stage(tmp_path, scenario, server=ends_beside("agent", 0))
 
 
 def test_wrong_options_of_the_server_end_both(tmp_path: Path) -> None:
@@ -116,7 +128,7 @@ def test_wrong_options_of_the_server_end_both(tmp_path: Path) -> None:
         assert await stage.running == EXIT_USAGE
         assert stage.lines.count("begin server") == 1
 
-    on_stage(tmp_path, scenario, server=SERVICE + "time.sleep(0.5); sys.exit(2)")
+    on_stage(tmp_path, scenario, server=ends_beside("agent", 2))
 
 
 def test_server_whose_engine_the_agent_calls_lost_is_started_anew(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbus.transfer.meeting import host_store
+from tests.peers.programs import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -16,15 +16,13 @@ SCRIPT = Path(__file__).parent / "sharded_source.py"
 
 def test_sharded_parameters_are_announced_with_their_full_shape_and_gathered() -> None:
     """Unequal shards, a tied one once; both ranks read the same."""
-    store = host_store("127.0.0.1")  # only to find a port that is free
-    port = store.port
-    del store
+    port = free_port()
     members = [
         subprocess.Popen([sys.executable, str(SCRIPT), str(rank), str(port)], stdout=subprocess.PIPE, text=True)
         for rank in (0, 1)
     ]
     try:
-        outs = [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in members]
+        outs = [json.loads(process.communicate(timeout=200)[0].splitlines()[-1]) for process in members]
     finally:
         for process in members:
             process.kill()

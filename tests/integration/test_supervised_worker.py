@@ -5,8 +5,10 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -30,8 +32,9 @@ from rlbus.schemas import (
 from rlbus.server import EmbeddedServer
 from rlbus.workers.supervisor.processes import look, tree
 from rlbus.workers.torch_lm.make import make_tiny_model
+from tests.tries import best_of, in_time
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 # A start takes some 5 s here, and much longer on a loaded machine.
 LIMIT_S = 180.0
@@ -62,6 +65,12 @@ class Scene:
             while not is_true():  # noqa: ASYNC110 - other processes have no Event
                 await asyncio.sleep(0.02)
 
+    async def sees(self, what: str, is_true: Callable[[], bool]) -> None:
+        """Look until it is, which has to be soon."""
+        began_s = time.monotonic()
+        await self.until(is_true)
+        in_time(what, time.monotonic() - began_s, SEEN_S)
+
     @property
     def last(self) -> Announcement:
         """The newest announcement."""
@@ -79,10 +88,10 @@ class Scene:
     async def send(self, body: CommandBody, op_id: str) -> Result:
         """A command; its result."""
         subject = subjects.command_to("default", "backend", route_of(body), "7")
-        command = Command(op_id=op_id, term=1, expires_at=self.bus.clock.now() + 10, body=body)
+        command = Command(op_id=op_id, term=1, expires_at=self.bus.clock.now() + LIMIT_S, body=body)
         async with self.bus.stream(subject, command, WorkerAnswer) as replies:
             while True:
-                answer = await replies.next(10.0)
+                answer = await replies.next(LIMIT_S)
                 if isinstance(answer, Result):
                     return answer
 
@@ -126,13 +135,14 @@ async def worker(folder: Path) -> AsyncIterator[Scene]:
 
 
 def on_worker(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
-    """Run a scenario with it."""
+    """Run a scenario with it; with another one, if the machine stood still when something was to be seen."""
+    folders = (folder / str(number) for number in count())
 
     async def main() -> None:
-        async with worker(folder) as scene:
+        async with worker(next(folders)) as scene:
             await scenario(scene)
 
-    asyncio.run(main())
+    best_of(lambda: asyncio.run(main()))
 
 
 def test_killed_worker_comes_back_as_itself_with_unknown_weights_and_one_engine(tmp_path: Path) -> None:
@@ -145,7 +155,7 @@ def test_killed_worker_comes_back_as_itself_with_unknown_weights_and_one_engine(
         old = scene.below()
         assert (len(old), scene.document["worker_pid"], scene.document["pid"]) == (2, old[0], scene.process.pid)
         os.kill(old[0], signal.SIGKILL)
-        await scene.until(lambda: any(isinstance(m, Goodbye) for m in scene.heard), SEEN_S)
+        await scene.sees("the death", lambda: any(isinstance(m, Goodbye) for m in scene.heard))
         goodbye = next(m for m in scene.heard if isinstance(m, Goodbye))
         assert (goodbye.boot_id, goodbye.reason) == (before.boot_id, f"its process ended with status {-signal.SIGKILL}")
         again = await scene.up_again(before.boot_id)
@@ -166,7 +176,7 @@ def test_dead_rank_is_seen_at_once_and_the_worker_is_started_again(tmp_path: Pat
         boot_id = scene.last.boot_id
         old = scene.below()
         os.kill(old[1], signal.SIGKILL)
-        await scene.until(lambda: any(isinstance(m, Goodbye) for m in scene.heard), SEEN_S)
+        await scene.sees("the death", lambda: any(isinstance(m, Goodbye) for m in scene.heard))
         goodbye = next(m for m in scene.heard if isinstance(m, Goodbye))
         assert "the engine is lost" in goodbye.reason
         await scene.up_again(boot_id)
@@ -183,7 +193,7 @@ def test_stopped_process_is_seen_and_the_worker_is_started_again(tmp_path: Path,
         boot_id = scene.last.boot_id
         old = scene.below()
         os.kill(old[which], signal.SIGSTOP)
-        await scene.until(lambda: any("was stopped by a signal" in line for line in scene.lines), SEEN_S)
+        await scene.sees("the stop", lambda: any("was stopped by a signal" in line for line in scene.lines))
         await scene.up_again(boot_id)
         assert all(is_gone(pid) for pid in old)
         assert len(scene.below()) == 2
@@ -198,7 +208,7 @@ def test_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         old = scene.below()
         assert len(old) == 2
         scene.process.kill()
-        await scene.until(lambda: all(is_gone(pid) for pid in old), 10.0)
+        await scene.until(lambda: all(is_gone(pid) for pid in old))
 
     on_worker(tmp_path, scenario)
 
@@ -210,9 +220,9 @@ def test_signal_to_the_supervisor_stops_the_worker_with_a_goodbye(tmp_path: Path
     async def scenario(scene: Scene) -> None:
         old = scene.below()
         scene.process.send_signal(number)
-        assert await asyncio.wait_for(scene.process.wait(), 30.0) == 0
+        assert await asyncio.wait_for(scene.process.wait(), LIMIT_S) == 0
         assert all(is_gone(pid) for pid in old)
-        await scene.bus.barrier(2.0)
+        await scene.bus.barrier(LIMIT_S)
         assert isinstance(scene.heard[-1], Goodbye)
 
     on_worker(tmp_path, scenario)

@@ -17,7 +17,7 @@ from rlbus.workers.supervisor.supervise import EXIT_GAVE_UP, Supervision, Worker
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 HOW = Supervision(who="backend/7")
 # Writes its pid and its child's, then serves for ever; on SIGTERM it ends and leaves its child behind.
 SERVER = """
@@ -177,14 +177,16 @@ BEATS = """
     import os, subprocess, sys, time
     fd = int(os.environ["RLBUS_BEAT_FD"])
     orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    os.write(fd, b"r")
     with open(os.environ["PIDS"], "a") as f:
         f.write(f"{os.getpid()} {orphan.pid}\\n")
-    os.write(fd, b"r")
     for _ in range(20):
         os.write(fd, b".")
         time.sleep(0.05)
 """
 QUICK = HangLimits(seen_s=0.5, idle_s=2.0, busy_s=6.0)
+# Nothing of it has to run out but `seen_s`.
+PATIENT = HangLimits(seen_s=0.5, stopped_s=LIMIT_S, idle_s=LIMIT_S, busy_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -204,18 +206,20 @@ def test_process_that_hangs_is_killed_with_what_it_started_and_started_again(
         ready: list[int] = []
         how = replace(HOW, log=tmp_path / "log", limits=QUICK, on_ready=ready.append)
         stand_in = command(textwrap.dedent(BEATS) + does, pids)
-        running = asyncio.ensure_future(keep_running(stand_in, how, restarts(), stopped))
-        first, second = await lives(pids, 2)
+        running = asyncio.ensure_future(keep_running(stand_in, how, restarts(1000), stopped))
+        # A test that stands still meets a third one.
+        first, second = (await lives(pids, 2))[:2]
         assert not any(is_running(pid) for pid in first)
-        await until(lambda: len(ready) == 2)
-        assert ready == [first[0], second[0]]
+        await until(lambda: second[0] in ready)
+        assert (ready.count(first[0]), ready.count(second[0])) == (1, 1)
         stopped.set()
         assert await running == 0
-        await gone(second)
+        for life in begun(pids):
+            await gone(life)
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     said = [record.getMessage() for record in caplog.records if "no sign of life" in record.getMessage()]
-    assert f"and {words}; it is killed" in said[-1]
+    assert any(f"and {words}; it is killed" in line for line in said)
 
 
 def test_process_that_is_only_slow_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +237,7 @@ def test_process_that_is_only_slow_is_left_alone(tmp_path: Path, caplog: pytest.
 
     async def main() -> None:
         pids, stopped = tmp_path / "pids", asyncio.Event()
-        how = replace(HOW, log=tmp_path / "log", limits=QUICK)
+        how = replace(HOW, log=tmp_path / "log", limits=PATIENT)
         stand_in = command(textwrap.dedent(BEATS) + textwrap.dedent(does), pids)
         running = asyncio.ensure_future(keep_running(stand_in, how, restarts(), stopped))
         await until((tmp_path / "pids.done").exists)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,8 +16,11 @@ from rlbus.workers.agent import Agent
 from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.run import serve
 from rlbus.workers.system.settings import SystemConfig
+from tests.integration.test_server import listening_ports
 
 pytestmark = pytest.mark.integration
+
+LIMIT_S = 90.0
 
 
 @contextlib.asynccontextmanager
@@ -34,7 +38,7 @@ async def worker(system: SystemConfig) -> AsyncIterator[Agent]:
             )
         )
         either: set[asyncio.Future[Any]] = {running, ready}
-        await asyncio.wait(either, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             await running
         agent = ready.result()
@@ -42,20 +46,19 @@ async def worker(system: SystemConfig) -> AsyncIterator[Agent]:
             yield agent
         finally:
             agent.stop()
-            await asyncio.wait_for(running, 20.0)
+            await asyncio.wait_for(running, LIMIT_S)
 
 
 def test_a_worker_announces_a_surface_that_answers() -> None:
     """On loopback with the port that it really has."""
 
     async def main() -> None:
-        async with worker(SystemConfig()) as agent, httpx.AsyncClient(timeout=10.0) as client:
+        async with worker(SystemConfig()) as agent, httpx.AsyncClient(timeout=LIMIT_S) as client:
             url = agent.descriptor.system_url
             assert url is not None
             assert (await client.get(f"{url}/health")).json()["status"] == "ready"
-        async with httpx.AsyncClient(timeout=10.0) as client:
-            with pytest.raises(httpx.ConnectError):
-                await client.get(f"{url}/health")
+        # Not by connecting: anybody may have been given the port meanwhile.
+        assert httpx.URL(url).port not in listening_ports(os.getpid())
 
     asyncio.run(main())
 
@@ -65,7 +68,7 @@ def test_a_worker_on_a_wildcard_announces_an_address_and_wants_its_token() -> No
 
     async def main() -> None:
         system = SystemConfig(host="0.0.0.0", token="right")
-        async with worker(system) as agent, httpx.AsyncClient(timeout=10.0) as client:
+        async with worker(system) as agent, httpx.AsyncClient(timeout=LIMIT_S) as client:
             url = agent.descriptor.system_url
             assert url is not None
             assert "0.0.0.0" not in url
@@ -80,7 +83,7 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
     """SCENARIOS 58."""
 
     async def main() -> None:
-        async with worker(SystemConfig(host="::1")) as agent, httpx.AsyncClient(timeout=10.0) as client:
+        async with worker(SystemConfig(host="::1")) as agent, httpx.AsyncClient(timeout=LIMIT_S) as client:
             url = agent.descriptor.system_url
             assert url is not None
             assert url.startswith("http://[::1]:")

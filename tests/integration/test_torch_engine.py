@@ -32,6 +32,8 @@ pytestmark = pytest.mark.integration
 ONE = Version(step=1)
 GREEDY = Sampling(max_tokens=8, temperature=0, ignores_eos=True)
 BUCKET_BYTES = 1 << 16
+# What is over in a moment, on a machine that is busy with other things.
+LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ class Fleet:
         self.weights = load_model(models / "b").state_dict()
         self.specs = weight_source(self.weights).specs()
 
-    async def join(self, epoch: int, timeout_s: float = 20.0, with_sender: bool = True) -> GroupPlan:
+    async def join(self, epoch: int, timeout_s: float = LIMIT_S, with_sender: bool = True) -> GroupPlan:
         """Form a group."""
         num_ranks = self.engine.info.world_size
         span = RankSpan(component="backend", instance_id="1", first=1, num_ranks=num_ranks)
@@ -108,7 +110,7 @@ async def opened(models: Path, num_ranks: int) -> AsyncIterator[Fleet]:
         assert len(pids) == num_ranks - 1
         yield Fleet(engine, plane, models)
     finally:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(LIMIT_S):
             await plane.aclose()
             await engine.aclose()
             await engine.aclose()
@@ -125,14 +127,14 @@ def is_running(pid: int) -> bool:
 
 async def gone(pid: int) -> None:
     """Until a process that was killed has ended."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(LIMIT_S):
         while is_running(pid):  # noqa: ASYNC110 - it may be nobody's child
             await asyncio.sleep(0.02)
 
 
 async def found_dead(engine: TorchEngine) -> None:
     """Until the engine says that it is dead."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             try:
                 await engine.observe()
@@ -145,7 +147,7 @@ def run(models: Path, num_ranks: int, check: Callable[[Fleet], Coroutine[Any, An
     """One check on an engine of its own."""
 
     async def main() -> None:
-        async with asyncio.timeout(90.0), opened(models, num_ranks) as fleet:
+        async with asyncio.timeout(240.0), opened(models, num_ranks) as fleet:
             await check(fleet)
 
     asyncio.run(main())
@@ -184,7 +186,7 @@ def test_completions_are_served_on_the_real_port(models: Path) -> None:
         assert url is not None
         assert url.startswith("http://127.0.0.1:")
         body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as client:
             [choice] = (await client.post(f"{url}/v1/completions", json=body)).json()["choices"]
         assert tuple(choice["token_ids"]) == await fleet.tokens()
         port = int(url.rpartition(":")[2])
@@ -244,7 +246,7 @@ def test_sender_that_never_comes_ends_the_join_in_time(models: Path) -> None:
             await fleet.join(1, timeout_s=1.0, with_sender=False)
         assert caught.value.code is FaultCode.GROUP_FAILED
         assert "0" in caught.value.fault.message
-        assert asyncio.get_running_loop().time() - began < 30.0
+        assert asyncio.get_running_loop().time() - began < LIMIT_S
         await fleet.join(2)
 
     run(models, 2, check)
@@ -254,11 +256,11 @@ def test_cancelled_join_leaves_no_group_behind(models: Path) -> None:
     """At once, and the next one can be formed."""
 
     async def check(fleet: Fleet) -> None:
-        joining = asyncio.ensure_future(fleet.join(1, timeout_s=60.0, with_sender=False))
+        joining = asyncio.ensure_future(fleet.join(1, timeout_s=4 * LIMIT_S, with_sender=False))
         await asyncio.sleep(0.2)
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(LIMIT_S):
                 await joining
         await fleet.join(2)
 
@@ -287,12 +289,12 @@ def test_rank_that_dies_in_a_transfer_ends_it_on_all(models: Path) -> None:
 
     async def check(fleet: Fleet) -> None:
         await fleet.engine.pause(PauseMode.KEEP, True)
-        await fleet.join(1, timeout_s=60.0)
+        await fleet.join(1, timeout_s=4 * LIMIT_S)
         receiving, ready = fleet.receive(1)
         await ready.wait()
         os.kill(fleet.engine.rank_pids[0], signal.SIGKILL)
         with pytest.raises(UpdateFailedError) as caught:
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(LIMIT_S):
                 await receiving
         # The first rank hadn't got a byte, but nobody can ask the dead one.
         assert caught.value.weights_touched
@@ -308,17 +310,16 @@ def test_rank_that_hangs_is_killed_after_its_group_was_left(models: Path) -> Non
     async def check(fleet: Fleet) -> None:
         pid = fleet.engine.rank_pids[0]
         await fleet.engine.pause(PauseMode.KEEP, True)
-        await fleet.join(1, timeout_s=60.0)
+        await fleet.join(1, timeout_s=4 * LIMIT_S)
         receiving, ready = fleet.receive(1)
         await ready.wait()
         os.kill(pid, signal.SIGSTOP)
         await fleet.engine.leave_group()
         with pytest.raises(UpdateFailedError):
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(LIMIT_S):
                 await receiving
         await gone(pid)
-        with pytest.raises(EngineDeadError):
-            await fleet.engine.observe()
+        await found_dead(fleet.engine)
 
     run(models, 2, check)
 
@@ -360,7 +361,7 @@ async def main():
     engine = TorchEngine(sys.argv[1], num_ranks=2)
     await engine.start()
     print(*engine.rank_pids, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 asyncio.run(main())
 """
 
@@ -392,7 +393,7 @@ def test_an_engine_that_listens_everywhere_announces_where_it_is_reached(models:
             url = engine.info.completions_url
             assert url is not None
             assert url.startswith("http://127.0.0.1:")
-            async with httpx.AsyncClient(timeout=10.0) as client:
+            async with httpx.AsyncClient(timeout=LIMIT_S) as client:
                 assert (await client.get(f"{url}/health")).status_code == 200
         finally:
             await engine.aclose()

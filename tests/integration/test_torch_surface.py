@@ -19,6 +19,8 @@ from rlbus.workers.torch_lm.make import make_tiny_model
 
 pytestmark = pytest.mark.integration
 
+LIMIT_S = 120.0
+
 
 async def call(client: httpx.AsyncClient, route: str, body: Any = None, status: str = "ok") -> dict[str, Any]:
     """A call, and how it is to go."""
@@ -32,7 +34,7 @@ async def call(client: httpx.AsyncClient, route: str, body: Any = None, status: 
 async def tokens(url: str) -> list[int]:
     """A greedy rollout."""
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    async with httpx.AsyncClient(timeout=30.0) as client:
+    async with httpx.AsyncClient(timeout=LIMIT_S) as client:
         answer = await client.post(f"{url}/v1/completions", json=body)
     found: list[int] = answer.json()["choices"][0]["token_ids"]
     return found
@@ -43,7 +45,7 @@ async def steer(agent: Agent, folder: Path) -> None:
     system_url, completions_url = agent.descriptor.system_url, agent.descriptor.completions_url
     assert system_url is not None
     assert completions_url is not None
-    async with httpx.AsyncClient(base_url=system_url, timeout=30.0) as client:
+    async with httpx.AsyncClient(base_url=system_url, timeout=LIMIT_S) as client:
         before = await tokens(completions_url)
         path = str(folder / "step_7")
         await call(client, "update_weights_from_disk", {"model_path": path, "weight_version": 7}, "error")
@@ -90,12 +92,12 @@ def test_a_step_by_http_changes_what_the_model_generates(tmp_path: Path) -> None
                 )
             )
             either: set[asyncio.Future[Any]] = {running, ready}
-            await asyncio.wait(either, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
             agent = ready.result()
             try:
                 await steer(agent, tmp_path)
             finally:
                 agent.stop()
-                await asyncio.wait_for(running, 30.0)
+                await asyncio.wait_for(running, LIMIT_S)
 
     asyncio.run(main())

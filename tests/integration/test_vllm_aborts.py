@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,11 +40,14 @@ from rlbus.schemas import (
 )
 from rlbus.server import EmbeddedServer
 from rlbus.workers.torch_lm.make import make_tiny_model
+from tests.tries import TooLateError, best_of_async
 
 # A start takes 25 s on 2 cores, and 80 s when others use them, too.
 START_S = 240.0
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20))
 LONG_TOKENS = 220
+# One command, or one completion, on a machine that is busy with other things.
+CALL_S = 120.0
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(2 * START_S),
@@ -75,9 +79,9 @@ class Worker:
                 ended.set_result(answer)
 
         inbox = self._bus.open_inbox(on_reply)
-        command = Command(op_id=f"op-{self._num_sent}", term=1, expires_at=time.time() + 30.0, body=body)
+        command = Command(op_id=f"op-{self._num_sent}", term=1, expires_at=time.time() + CALL_S, body=body)
         self._bus.publish(subjects.command_to("default", "backend", route_of(body), "7"), command, inbox.reply)
-        return await asyncio.wait_for(ended, 40.0)
+        return await asyncio.wait_for(ended, CALL_S + 30.0)
 
     async def ok(self, body: CommandBody) -> Any:
         result = await self.send(body)
@@ -133,7 +137,7 @@ class Post:
         self.first.set()
 
     async def ended(self) -> str | None:
-        await asyncio.wait_for(self.task, 60.0)
+        await asyncio.wait_for(self.task, CALL_S)
         return self.finish
 
 
@@ -167,11 +171,16 @@ def aborted(num_aborted: int, num_deferred: int, num_left: int | None = None) ->
 def test_an_abort_at_a_real_server_comes_at_the_right_moment(tmp_path: Path) -> None:
     """SCENARIOS 29: deferred to the first token, found before vLLM has the request, at once after it; and no sleep."""
 
+    async def until_deferred(worker: Worker, request_id: str) -> None:
+        async with asyncio.timeout(CALL_S):
+            while await worker.ok(AbortRequest(request_ids=(request_id,))) != aborted(0, 1):  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
+
     async def before_the_first_token(worker: Worker, model: str) -> None:
         await worker.ok(PauseGeneration())
         hit, other = worker.post("hit").of(model), worker.post("other", 5).of(model)
         await asyncio.sleep(0.5)  # until both are in vLLM; if not, the next case is what is tested
-        assert await worker.ok(AbortRequest(request_ids=("hit",))) == aborted(0, 1)
+        await until_deferred(worker, "hit")
         assert await worker.ok(AbortRequest(request_ids=("hit", "nobody"))) == aborted(0, 0)
         assert not hit.task.done()
         await worker.ok(ResumeGeneration())
@@ -181,29 +190,36 @@ def test_an_abort_at_a_real_server_comes_at_the_right_moment(tmp_path: Path) -> 
     async def before_vllm_has_heard_of_it(worker: Worker, model: str) -> None:
         post = worker.post("early").of(model)
         post.may_end.clear()
-        async with asyncio.timeout(20.0):
-            while await worker.ok(AbortRequest(request_ids=("early",))) != aborted(0, 1):  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.05)
+        await until_deferred(worker, "early")
         post.may_end.set()
         assert await post.ended() == "abort"
         assert 1 <= post.num_chunks < LONG_TOKENS
 
     async def after_the_first_token(worker: Worker, model: str) -> None:
         post = worker.post("late").of(model)
-        await asyncio.wait_for(post.first.wait(), 30.0)
-        assert await worker.ok(AbortRequest(request_ids=("late",))) == aborted(1, 0)
-        assert await post.ended() == "abort"
+        await asyncio.wait_for(post.first.wait(), CALL_S)
+        found = await worker.ok(AbortRequest(request_ids=("late",)))
+        if await post.ended() == "length":
+            raise TooLateError("it had ended by itself")
+        assert (found, post.finish) == (aborted(1, 0), "abort")
 
     async def all_of_them(worker: Worker, model: str) -> None:
         running = worker.post("running").of(model)
-        await asyncio.wait_for(running.first.wait(), 30.0)
+        await asyncio.wait_for(running.first.wait(), CALL_S)
         await worker.ok(PauseGeneration())
         waiting = worker.post("waiting").of(model)
         await asyncio.sleep(0.5)
-        assert await worker.ok(AbortRequest()) == aborted(1, 1, 1)
-        assert await running.ended() == "abort"
+        found = await worker.ok(AbortRequest())
+        is_late = found.num_deferred == 0
+        while found.num_deferred == 0:  # the one that waits hadn't come by then
+            await asyncio.sleep(0.1)
+            found = await worker.ok(AbortRequest())
         await worker.ok(ResumeGeneration())
-        assert await waiting.ended() == "abort"
+        ended = await running.ended(), await waiting.ended()
+        if is_late or ended[0] == "length":
+            raise TooLateError(f"they weren't both there: {ended}")
+        assert found == aborted(1, 1, 1)
+        assert ended == ("abort", "abort")
         assert await worker.ok(AbortRequest()) == aborted(0, 0, 0)
         after = worker.post("after", 5).of(model)
         assert await after.ended() == "length"
@@ -217,7 +233,7 @@ def test_an_abort_at_a_real_server_comes_at_the_right_moment(tmp_path: Path) -> 
                 assert refused.fault is not None
                 assert refused.fault.code is FaultCode.NO_ROUTE
             for case in (before_the_first_token, before_vllm_has_heard_of_it, after_the_first_token, all_of_them):
-                await case(worker, descriptor.model)
+                await best_of_async(partial(case, worker, descriptor.model))
 
     make_tiny_model(tmp_path / "model", vocab_size=512)
     try:

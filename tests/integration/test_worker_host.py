@@ -47,7 +47,7 @@ async def check_answers_elsewhere(bus: Bus, url: str, folder: Path) -> None:
             descriptor = (await heard.get()).descriptor
         assert descriptor.completions_url is not None
         assert httpx.URL(descriptor.completions_url).host == ELSEWHERE
-        async with httpx.AsyncClient(timeout=10.0) as client:
+        async with httpx.AsyncClient(timeout=LIMIT_S) as client:
             assert (await client.get(f"{descriptor.completions_url}/health")).status_code == 200
     finally:
         process.terminate()
