@@ -129,10 +129,11 @@ class Ears:
 
 async def refused(url: str, **settings: Any) -> str:
     """Connect in vain, within the limit; the one line that says why."""
+    given: dict[str, Any] = {"url": url, "connect_s": LIMIT_S} | settings
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     with pytest.raises(BrokenError) as caught:
-        await connect_bus(BusConfig(**{"url": url, "connect_s": LIMIT_S} | settings), name="trap")
+        await connect_bus(BusConfig(**given), name="trap")
     assert loop.time() - started_s < CONNECT_S + LATE_S
     text = str(caught.value)
     assert "\n" not in text
