@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from rlbus.errors import ClosedError, EngineDeadError
 from rlbus.schemas import PausedData, PauseMode
+from rlbus.workers.torch_lm import generate
 from rlbus.workers.torch_lm.generate import Generation, RequestError
 from rlbus.workers.torch_lm.make import make_tiny_model
 from rlbus.workers.torch_lm.model import CausalLM, load_model
@@ -34,14 +36,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("torch_lm") / "m")
 
 
+class Paced:
+    """Has a model do at most one step for each turn of the loop: no request ends while the loop gets no CPU."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._turned = threading.Event()
+        self._is_over = False
+        step = model.step
+
+        def paced(*args: Any) -> Any:
+            if not self._is_over:
+                assert self._turned.wait(60.0)
+                self._turned.clear()
+            return step(*args)
+
+        model.step = paced  # type: ignore[method-assign]
+
+    async def turn(self) -> None:
+        """Cancel: from then on no step waits."""
+        try:
+            while True:
+                self._turned.set()
+                await asyncio.sleep(0.0005)
+        finally:
+            self._is_over = True
+            self._turned.set()
+
+
 def run(folder: Path, check: Check) -> None:
     """On a running engine, closed afterwards."""
     model = load_model(folder)
+    paced = Paced(model)
     generation = Generation(model)
 
     async def main() -> None:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(100.0):
+            turning = asyncio.ensure_future(paced.turn())
             await check(generation, model)
+            turning.cancel()
 
     generation.start()
     try:
@@ -218,8 +250,9 @@ def test_failing_step_ends_its_requests_and_the_engine_lives_on(folder: Path, ca
     run(folder, check)
 
 
-def test_closed_engine_ends_its_requests_and_takes_no_more(folder: Path) -> None:
+def test_closed_engine_ends_its_requests_and_takes_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says that it is dead."""
+    monkeypatch.setattr(generate, "CLOSE_S", 60.0)
 
     async def check(generation: Generation, model: CausalLM) -> None:
         task = await begun(generation)
