@@ -2,15 +2,17 @@
 
 Invariants: with no thread involved, a run is deterministic (same code and seeds, same order, same times) and takes no
 real time for sleeping; time never moves while something is ready. While executor work or `real_work` is outstanding,
-the loop waits for real, and timers become due by the real time so waited.
+the loop waits for real: work that ends within PATIENCE_S moves no time, so a slow machine changes no run. Beyond that,
+and at once while a thread says that it `hangs`, timers become due by the real time so waited.
 Not for sockets or subprocesses: the loop would jump past them. Use `real_work` around those, or a real loop.
 """
 
 import asyncio
 import selectors
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from rlbus.errors import BrokenError, DeadlineError
@@ -19,6 +21,8 @@ T = TypeVar("T")
 
 # What `run` allows for the cleanup of cancelled tasks after its limit, in virtual seconds.
 CLEANUP_S = 60.0
+# How long work outside the loop may take before a timer passes it, in real seconds: what gets no CPU doesn't hang.
+PATIENCE_S = 10.0
 # Unix time at which every virtual loop starts, in seconds.
 LOOP_CLOCK_START = 1_700_000_000.0
 
@@ -31,13 +35,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     # Whether blocking work is done on the loop itself: in threads it ends when they like, and no two runs are alike.
     is_without_threads = False
+    # For tests of the loop itself; see PATIENCE_S.
+    patience_s = PATIENCE_S
 
     def __init__(self, limit_s: float | None = None) -> None:
         self._now_s = 0.0
         self._num_real = 0
+        # Of those, the ones that say that they hang.
+        self._num_hung = 0
         self._waited_s = 0.0
+        self._patience_left_s = 0.0
         self.limit_s = limit_s
         super().__init__(_JumpingSelector(self))
+        _loops.add(self)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -46,17 +56,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     @contextmanager
     def real_work(self) -> Iterator[None]:
         """Wait for real while this is open, since something outside the loop (a thread, a socket) will wake it."""
-        self._num_real += 1
+        self._begin_real()
+        is_left = True
         try:
             yield
+            is_left = False
         finally:
-            self._num_real -= 1
+            self._end_real(is_left)
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         """As in asyncio; time doesn't jump until the work has ended."""
         future: asyncio.Future[T] = super().run_in_executor(executor, func, *args)
-        self._num_real += 1
-        future.add_done_callback(self._real_work_done)
+        self._begin_real()
+        future.add_done_callback(lambda ended: self._end_real(ended.cancelled()))
         return future
 
     async def shutdown_default_executor(self, *args: Any, **kwargs: Any) -> None:
@@ -64,8 +76,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         with self.real_work():
             await super().shutdown_default_executor(*args, **kwargs)
 
-    def _real_work_done(self, _: asyncio.Future[Any]) -> None:
+    def _begin_real(self) -> None:
+        if not self._num_real:
+            self._waited_s = 0.0
+        self._num_real += 1
+        self._patience_left_s = self.patience_s
+
+    def _end_real(self, is_left: bool) -> None:
         self._num_real -= 1
+        if is_left:
+            self._count_hung(-1)  # who is left before its end hangs, if anybody does
+
+    def _count_hung(self, by: int) -> None:
+        self._num_hung = max(0, self._num_hung + by)
 
     def wait_for_events(self, select: Callable[[float | None], list[Any]], timeout_s: float | None) -> list[Any]:
         """One step of waiting, called by the selector: returns events, or moves the clock by `timeout_s`.
@@ -88,11 +111,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return []
 
     def _wait_for_real(self, select: Callable[[float | None], list[Any]], timeout_s: float | None) -> list[Any]:
-        # The clock stays until a whole timer has been waited for, so work shorter than any timer moves nothing.
+        # The clock stays until a whole timer has been waited for, and whoever doesn't hang has had its time.
         began_s = time.monotonic()
-        left_s = None if timeout_s is None else max(0.0, timeout_s - self._waited_s)
+        patience_s = self._patience_left_s if self._num_real > self._num_hung else 0.0
+        left_s = None if timeout_s is None else max(0.0, timeout_s - self._waited_s, patience_s)
         events = select(left_s)
-        self._waited_s += time.monotonic() - began_s
+        waited_s = time.monotonic() - began_s
+        self._waited_s += waited_s
+        self._patience_left_s -= waited_s
         if not events and timeout_s is not None:
             self._now_s += timeout_s
             self._waited_s = 0.0
@@ -103,6 +129,28 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             f"{t.get_name()} ({getattr(t.get_coro(), '__qualname__', '?')})" for t in asyncio.all_tasks(self)
         )
         return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+_loops: "weakref.WeakSet[VirtualTimeLoop]" = weakref.WeakSet()
+
+
+@contextmanager
+def hangs() -> Iterator[None]:
+    """For a thread that a test has hang: while this is open, timers of virtual loops pass its work as real time does,
+    and don't wait first whether it ends after all.
+    """
+    loops = list(_loops)
+    _tell(loops, 1)
+    try:
+        yield
+    finally:
+        _tell(loops, -1)
+
+
+def _tell(loops: list[VirtualTimeLoop], by: int) -> None:
+    for loop in loops:
+        with suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(loop._count_hung, by)
 
 
 def real_work(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:

@@ -11,11 +11,13 @@ async def scenario() -> None:
 
 run(scenario())  # an hour of heartbeats takes no real time
 ```
+
+Work in threads moves no time either, unless it hangs: a thread that is meant to says so with `hangs`.
 """
 
 from rlbus._kv_memory import MemoryKv
 from rlbus._memory import Faults, MemoryBroker, MemorySubscription, MemoryTransport
-from rlbus._virtual import LOOP_CLOCK_START, LoopClock, VirtualTimeLoop, run, sequential_ids
+from rlbus._virtual import LOOP_CLOCK_START, LoopClock, VirtualTimeLoop, hangs, run, sequential_ids
 
 __all__ = [
     "LOOP_CLOCK_START",
@@ -26,6 +28,7 @@ __all__ = [
     "MemorySubscription",
     "MemoryTransport",
     "VirtualTimeLoop",
+    "hangs",
     "run",
     "sequential_ids",
 ]

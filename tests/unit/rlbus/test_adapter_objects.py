@@ -105,7 +105,7 @@ def test_a_folder_that_hangs_takes_neither_the_loop_nor_a_thread_that_names_are_
     monkeypatch.setattr(Path, "open", lambda path, *_: File(path.name))
     with pytest.raises(OSError, match="full"):
         asyncio.run(unpack(one_part(data), source_of(data), to))
-    assert done.wait(10)
+    assert done.wait(60.0)
     assert by == {(f"{what} {name}", True) for what in ("opened", "written", "closed") for name in ADAPTER_FILES}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlbus import _addresses
 from rlbus._addresses import best, is_elsewhere, own_address, own_address_towards
-from rlbus.testing import run
+from rlbus.testing import hangs, run
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def own(server: str) -> str:
         if server == HUNG:
-            answer.wait(30.0)
+            with hangs():
+                answer.wait(30.0)
         if server not in OWN:
             raise socket.gaierror(-2, "Name or service not known")
         return OWN[server]

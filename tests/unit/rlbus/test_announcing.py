@@ -10,7 +10,7 @@ from rlbus import subjects
 from rlbus.bus import Bus
 from rlbus.errors import BrokenError, DeadlineError, RLBusError, UnansweredError
 from rlbus.schemas import ControlRequest, OpAccepted, PutManifestPage, TensorSpec, UpdateWeights
-from rlbus.testing import LoopClock, MemoryBroker, run
+from rlbus.testing import LoopClock, MemoryBroker, hangs, run
 from rlbus.trainer import Trainer
 from tests.unit.rlbus.scripted_controller import NAMESPACE, SPECS, Controller, ScriptedPlane, Source, play
 
@@ -32,7 +32,8 @@ class Asked(Source):
         """What it has."""
         self.threads.add(threading.current_thread())
         if self._hangs is not None:
-            self._hangs.wait(LEFT_S)
+            with hangs():
+                self._hangs.wait(LEFT_S)
         return super().specs()
 
     @property

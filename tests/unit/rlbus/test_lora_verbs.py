@@ -8,7 +8,7 @@ import pytest
 
 from rlbus.bus import Bus
 from rlbus.errors import DeadlineError
-from rlbus.testing import LoopClock, MemoryBroker, run
+from rlbus.testing import LoopClock, MemoryBroker, hangs, run
 from rlbus.trainer import Trainer
 from rlbus.workers.lora_testing import fake_adapter
 from tests.unit.rlbus.scripted_controller import NAMESPACE, ScriptedPlane
@@ -28,7 +28,8 @@ class Hung:
 
     def __call__(self, *_: Any) -> Any:
         self.threads.append(threading.current_thread())
-        self._is_well.wait(LEFT_S)
+        with hangs():
+            self._is_well.wait(LEFT_S)
         raise OSError("the disk was away")
 
     def heal(self) -> None:

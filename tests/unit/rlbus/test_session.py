@@ -311,7 +311,7 @@ def test_a_closed_session_makes_no_trainer(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_bus_on_this_machine_means_workers_on_this_machine(host: str) -> None:
     """No address is announced then; the plane's own default, loopback, is right."""
-    assert asyncio.run(_address_towards(BusConfig(url=f"nats://{host}:4222"))) is None
+    assert run(_address_towards(BusConfig(url=f"nats://{host}:4222"))) is None
 
 
 def test_a_session_opens_while_the_first_server_of_the_list_has_no_address(
@@ -325,9 +325,9 @@ def test_a_session_opens_while_the_first_server_of_the_list_has_no_address(
         return {"nats://far:4222": "10.0.0.5", "nats://me:4222": "127.0.1.1"}[server]
 
     monkeypatch.setattr("rlbus._addresses.own_address", own)
-    assert asyncio.run(_address_towards(BusConfig(url="nats://nats-0:4222,nats://far:4222"))) == "10.0.0.5"
+    assert run(_address_towards(BusConfig(url="nats://nats-0:4222,nats://far:4222"))) == "10.0.0.5"
     assert caplog.messages == []
-    assert asyncio.run(_address_towards(BusConfig(url="nats://nats-0:4222,nats://me:4222"))) is None
+    assert run(_address_towards(BusConfig(url="nats://nats-0:4222,nats://me:4222"))) is None
     assert "only workers on this machine reach this process" in caplog.text
     with pytest.raises(BrokenError, match=r"no way to its address: .*not known"):
-        asyncio.run(_address_towards(BusConfig(url="nats://nats-0:4222")))
+        run(_address_towards(BusConfig(url="nats://nats-0:4222")))

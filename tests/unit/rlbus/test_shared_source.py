@@ -136,7 +136,7 @@ def test_a_cancelled_update_goes_on_reading_and_the_next_begins_after_it() -> No
     class Slow(Shared):
         def __iter__(self) -> Iterator[tuple[str, Any]]:
             for pair in FakeSource.__iter__(self):
-                gate.wait(10.0)
+                gate.wait(60.0)
                 order.append(pair[0])
                 yield pair
 
@@ -170,7 +170,7 @@ def test_a_read_that_never_ends_is_in_the_way_of_the_next_and_says_so(monkeypatc
 
     class Stuck(Shared):
         def __iter__(self) -> Iterator[tuple[str, Any]]:
-            gate.wait(10.0)
+            gate.wait(60.0)
             return super().__iter__()
 
     async def body() -> None:

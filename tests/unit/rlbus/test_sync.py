@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rlbus
-from rlbus import subjects
+from rlbus import _conversation, subjects
 from rlbus._transport import Message
 from rlbus.bus import Bus
 from rlbus.config import BusConfig
@@ -47,7 +47,8 @@ from rlbus.transfer.plane import Sent
 pytestmark = pytest.mark.unit
 
 SPECS = (TensorSpec(name="a", dtype="float32", shape=(2,)),)
-# What the controller is asked by an update that was interrupted, beside signals.
+# What the controller is asked by an update that was interrupted, beside signals; each more often on a machine so slow
+# that the answer comes late.
 ENDED = [PutManifestPage, UpdateWeights, CancelOp]
 VIEW = FleetView(namespace="test", term=1, version=None, epoch=None, op_id=None, members=())
 
@@ -105,6 +106,7 @@ class Controller:
         self.is_sending = threading.Event()
         self._bus = bus
         self._update: tuple[UpdateWeights, str] | None = None
+        self._heard: set[tuple[str, SenderStep]] = set()
         bus.subscribe(subjects.all_control("test"), ControlRequest, self._on_request)
 
     def _on_request(self, request: ControlRequest, message: Message) -> None:
@@ -135,11 +137,14 @@ class Controller:
     def _on_signal(self, signal: SenderSignal) -> None:
         assert self._update is not None
         update, reply = self._update
+        if signal.step is SenderStep.ALIVE and signal.epoch:
+            self.is_sending.set()
+        if (update.op_id, signal.step) in self._heard:
+            return  # its answer came late
+        self._heard.add((update.op_id, signal.step))
         if signal.step is SenderStep.JOINED:
             self._bus.publish(reply, OpProgress(op_id=update.op_id, phase="transfer"))
             self._bus.publish(reply, SendTask(op_id=update.op_id, epoch=1, version=update.version))
-        if signal.step is SenderStep.ALIVE and signal.epoch:
-            self.is_sending.set()
         if signal.step is SenderStep.SENT:
             report = Report(
                 op_id=update.op_id,
@@ -165,6 +170,7 @@ def controllers(monkeypatch: pytest.MonkeyPatch) -> list[Controller]:
         return Bus(broker.connect())
 
     monkeypatch.setattr("rlbus.connecting.connect_bus", connect_bus)
+    monkeypatch.setattr(_conversation, "CANCEL_LIMIT_S", 60.0)
     return made
 
 
@@ -200,7 +206,7 @@ def test_it_can_be_called_from_another_thread(controllers: list[Controller]) -> 
     with trainer() as t:
         thread = threading.Thread(target=lambda: versions.append(t.update_weights(Source(), version=1).version))
         thread.start()
-        thread.join(10.0)
+        thread.join(60.0)
     assert versions == [Version(step=1)]
 
 
@@ -219,7 +225,7 @@ def test_ctrl_c_takes_the_update_back_and_passes(controllers: list[Controller]) 
     plane = Plane(send_s=60.0)
 
     def interrupt() -> None:
-        assert controllers[0].is_sending.wait(10.0)
+        assert controllers[0].is_sending.wait(60.0)
         signal.raise_signal(signal.SIGINT)
 
     with trainer(plane) as t:
@@ -227,8 +233,9 @@ def test_ctrl_c_takes_the_update_back_and_passes(controllers: list[Controller]) 
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             t.update_weights(Source(), version=1)
-        thread.join(10.0)
-        assert [type(r) for r in controllers[0].requests if not isinstance(r, SenderSignal)] == ENDED
+        thread.join(60.0)
+        asked = [type(r) for r in controllers[0].requests if not isinstance(r, SenderSignal)]
+        assert list(dict.fromkeys(asked)) == ENDED
         assert t.status() == VIEW
     assert plane.calls[-2:] == ["leave: the trainer gave the update up", "aclose"]
 
@@ -300,7 +307,7 @@ def test_ctrl_c_that_comes_while_a_call_is_handed_to_the_loop_ends_the_call(
         monkeypatch.undo()
         if is_scheduled:
             schedule(step)
-            assert is_begun.wait(10.0)
+            assert is_begun.wait(60.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "_schedule", interrupted)
@@ -393,14 +400,13 @@ def test_closing_beside_a_call_takes_its_op_back_and_the_call_says_closed(
     thread = threading.Thread(target=caught)
     with owner:
         thread.start()
-        assert controllers[0].is_sending.wait(10.0)
-    thread.join(10.0)
+        assert controllers[0].is_sending.wait(60.0)
+    thread.join(60.0)
     [problem] = problems
     assert isinstance(problem, ClosedError)
     assert "is taken back" in problem.__notes__[0]
     begun = next(r for r in controllers[0].requests if isinstance(r, UpdateWeights | PauseFleet | TransferFleet))
-    [cancel] = [r for r in controllers[0].requests if isinstance(r, CancelOp)]
-    assert cancel.of_op_id == begun.op_id
+    assert {r.of_op_id for r in controllers[0].requests if isinstance(r, CancelOp)} == {begun.op_id}
     if call == "update":
         assert plane.calls[-2:] == ["leave: the trainer gave the update up", "aclose"]
 
@@ -415,11 +421,11 @@ def test_a_call_that_runs_when_the_loop_is_stopped_says_closed() -> None:
         await asyncio.sleep(60.0)
 
     def stop() -> None:
-        assert is_begun.wait(10.0)
+        assert is_begun.wait(60.0)
         loop.stop()
 
     thread = threading.Thread(target=stop)
     thread.start()
     with pytest.raises(ClosedError):
         loop.call(work())
-    thread.join(10.0)
+    thread.join(60.0)

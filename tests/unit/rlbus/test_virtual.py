@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlbus._virtual import LOOP_CLOCK_START, LoopClock, VirtualTimeLoop, run, sequential_ids
+from rlbus._virtual import LOOP_CLOCK_START, LoopClock, VirtualTimeLoop, hangs, run, sequential_ids
 from rlbus.errors import BrokenError, DeadlineError
 
 pytestmark = pytest.mark.unit
@@ -111,19 +111,76 @@ def test_executor_work_is_waited_for_and_moves_no_time() -> None:
     assert run(scenario()) == ("done", 0.0, False)
 
 
+def test_work_that_takes_longer_than_a_timer_moves_no_time_either() -> None:
+    """Its thread may have got no CPU: what a test sees must not depend on that."""
+
+    async def scenario() -> tuple[float, bool]:
+        timer = asyncio.ensure_future(asyncio.sleep(0.01))
+        await asyncio.to_thread(time.sleep, 0.2)
+        result = (now_s(), timer.done())
+        await timer
+        return result
+
+    assert run(scenario()) == (0.0, False)
+
+
+def hung_until(release: threading.Event) -> None:
+    """Work that says that it hangs."""
+    with hangs():
+        release.wait()
+
+
 def test_timers_still_fire_while_executor_work_hangs() -> None:
     """Waited for in real time then, so a limit around blocked work works."""
     release = threading.Event()
 
     async def scenario() -> float:
-        work = asyncio.get_running_loop().run_in_executor(None, release.wait)
+        work = asyncio.get_running_loop().run_in_executor(None, hung_until, release)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(work), 0.05)
         release.set()
         await work
         return now_s()
 
+    began_s = time.monotonic()
     assert run(scenario()) == 0.05
+    assert time.monotonic() - began_s >= 0.05
+
+
+def test_work_that_hangs_and_says_nothing_is_waited_for_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then timers pass it, too."""
+    monkeypatch.setattr(VirtualTimeLoop, "patience_s", 0.2)
+    release = threading.Event()
+
+    async def scenario() -> float:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.to_thread(release.wait)), 0.05)
+        release.set()
+        return now_s()
+
+    began_s = time.monotonic()
+    assert run(scenario()) == 0.05
+    assert time.monotonic() - began_s >= 0.2
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_work_beside_what_hangs_moves_no_time(is_left: bool) -> None:
+    """Each for itself; also when what hangs was left behind."""
+    release = threading.Event()
+
+    async def scenario() -> list[float]:
+        hung = asyncio.get_running_loop().run_in_executor(None, hung_until, release)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hung if is_left else asyncio.shield(hung), 0.0625)
+        seen = [now_s()]
+        timer = asyncio.ensure_future(asyncio.sleep(0.0625))
+        await asyncio.to_thread(time.sleep, 0.2)
+        seen.append(now_s())
+        await timer
+        release.set()
+        return [*seen, now_s()]
+
+    assert run(scenario()) == [0.0625, 0.0625, 0.125]
 
 
 def test_a_thread_of_ones_own_can_wake_the_loop_under_real_work() -> None:

@@ -1,10 +1,11 @@
 """The sidecars' HTTP client: credentials on every call, every end is an error of rlbus, nothing of a secret in it."""
 
 import asyncio
+import contextlib
 import gzip
 import pickle
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -234,6 +235,14 @@ def test_silent_peer_ends_the_call_at_its_deadline() -> None:
     run(main())
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real sockets answer or refuse, however long a slow machine takes over it."""
+    monkeypatch.setattr(peer_http, "CONNECT_S", 60.0)
+    monkeypatch.setattr(peer_http, "LOOK_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_refused_connection_is_a_death_and_a_lost_one_only_if_nobody_listens() -> None:
     """On real sockets: nobody there; one that hangs up and listens on; one that hangs up and is gone."""
 
@@ -251,13 +260,13 @@ def test_refused_connection_is_a_death_and_a_lost_one_only_if_nobody_listens() -
         client = PeerClient(Peer.of(f"http://127.0.0.1:{port}"))
         try:
             with pytest.raises(PeerError, match="broke off") as caught:
-                await client.get("/x", limit_s=5.0)
+                await client.get("/x", limit_s=60.0)
             assert caught.value.status is None
             is_last = True
             with pytest.raises(EngineDeadError, match="nobody listens"):
-                await client.get("/x", limit_s=5.0)
+                await client.get("/x", limit_s=60.0)
             with pytest.raises(EngineDeadError) as dead:
-                await client.get("/x", limit_s=5.0)
+                await client.get("/x", limit_s=60.0)
             assert dead.value.code is FaultCode.ENGINE_DEAD
         finally:
             await client.aclose()
@@ -268,13 +277,15 @@ def test_refused_connection_is_a_death_and_a_lost_one_only_if_nobody_listens() -
 
 @pytest.fixture
 def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has the name "engine.test" these addresses."""
+    """Has the name "engine.test" these addresses; without any it is unknown."""
     resolve = socket.getaddrinfo
 
     def patch(*addresses: str) -> None:
         def found(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
             if host not in ("engine.test", b"engine.test"):
                 return resolve(host, port, *args, **kwargs)
+            if not addresses:
+                raise socket.gaierror(-2, "Name or service not known")
             families = [socket.AF_INET6 if ":" in one else socket.AF_INET for one in addresses]
             return [
                 (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (one, int(port)))
@@ -286,13 +297,20 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return patch
 
 
-def free_port() -> int:
-    """At which nobody listens."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+@contextlib.contextmanager
+def deaf_port() -> Iterator[int]:
+    """At which nobody listens, nor will: it is bound, at every address that the tests ask."""
+    with contextlib.ExitStack() as stack:
+        port = 0
+        for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "127.0.0.2"), (socket.AF_INET6, "::1")):
+            with contextlib.suppress(OSError):  # a machine without IPv6
+                sock = stack.enter_context(socket.socket(family))
+                sock.bind((address, port))
+                port = port or int(sock.getsockname()[1])
+        yield port
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1"), ("127.0.0.1",)])
 def test_server_with_several_addresses_is_gone_when_one_refuses_and_none_accepts(
     addresses: tuple[str, ...], resolved: Callable[..., None]
@@ -300,17 +318,19 @@ def test_server_with_several_addresses_is_gone_when_one_refuses_and_none_accepts
     """As "localhost" has two on most machines, one of which may not be there at all."""
     resolved(*addresses)
 
-    async def main() -> None:
-        client = PeerClient(Peer.of(f"http://engine.test:{free_port()}"))
+    async def main(port: int) -> None:
+        client = PeerClient(Peer.of(f"http://engine.test:{port}"))
         try:
             with pytest.raises(EngineDeadError, match="nobody listens"):
-                await client.get("/x", limit_s=5.0)
+                await client.get("/x", limit_s=60.0)
         finally:
             await client.aclose()
 
-    asyncio.run(main())
+    with deaf_port() as port:
+        asyncio.run(main(port))
 
 
+@pytest.mark.usefixtures("patient")
 def test_server_that_still_accepts_at_one_of_its_addresses_is_not_gone(resolved: Callable[..., None]) -> None:
     """Whatever the other ones say."""
     resolved("127.0.0.1", "127.0.0.2")
@@ -324,7 +344,7 @@ def test_server_that_still_accepts_at_one_of_its_addresses_is_not_gone(resolved:
         client = PeerClient(Peer.of(f"http://engine.test:{server.sockets[0].getsockname()[1]}"))
         try:
             with pytest.raises(PeerError, match="broke off"):
-                await client.get("/x", limit_s=5.0)
+                await client.get("/x", limit_s=60.0)
         finally:
             await client.aclose()
             server.close()
@@ -332,14 +352,15 @@ def test_server_that_still_accepts_at_one_of_its_addresses_is_not_gone(resolved:
     asyncio.run(main())
 
 
-def test_name_that_is_unknown_is_no_death() -> None:
+def test_name_that_is_unknown_is_no_death(resolved: Callable[..., None]) -> None:
     """A typing error, or a name server that is down, says nothing of the engine."""
+    resolved()
 
     async def main() -> None:
-        client = PeerClient(Peer.of("http://no-such-host.invalid:1"))
+        client = PeerClient(Peer.of("http://engine.test:1"))
         try:
             with pytest.raises(PeerError, match="can't be reached"):
-                await client.get("/x", limit_s=10.0)
+                await client.get("/x", limit_s=60.0)
         finally:
             await client.aclose()
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.unit
 
 def test_a_result_and_an_error_come_through() -> None:
     """As they are."""
-    assert call_bounded(lambda: 7, operation="x", limit_s=5, give_up=GiveUp(), discard=lambda _: None) == 7
+    assert call_bounded(lambda: 7, operation="x", limit_s=60, give_up=GiveUp(), discard=lambda _: None) == 7
     with pytest.raises(ZeroDivisionError):
-        call_bounded(lambda: 1 // 0, operation="x", limit_s=5, give_up=GiveUp(), discard=lambda _: None)
+        call_bounded(lambda: 1 // 0, operation="x", limit_s=60, give_up=GiveUp(), discard=lambda _: None)
 
 
 def test_work_that_is_late_is_left_behind_and_its_result_discarded() -> None:
@@ -26,7 +26,7 @@ def test_work_that_is_late_is_left_behind_and_its_result_discarded() -> None:
     results: list[str] = []
 
     def work() -> str:
-        gate.wait(10)
+        gate.wait(60)
         return "group"
 
     def discard(result: str) -> None:
@@ -38,7 +38,7 @@ def test_work_that_is_late_is_left_behind_and_its_result_discarded() -> None:
     assert caught.value.limit_s == 0.05
     assert late.reason == "left behind"
     gate.set()
-    assert discarded.wait(10)
+    assert discarded.wait(60)
     assert results == ["group"]
 
 
@@ -50,10 +50,10 @@ def test_giving_up_ends_the_wait_with_its_first_reason() -> None:
     def work() -> None:
         give_up.set("the op was cancelled")
         give_up.set("something later")
-        gate.wait(10)
+        gate.wait(60)
 
     with pytest.raises(TransferError, match="join: given up: the op was cancelled"):
-        call_bounded(work, operation="join", limit_s=10, give_up=give_up, discard=lambda _: None)
+        call_bounded(work, operation="join", limit_s=60, give_up=give_up, discard=lambda _: None)
     gate.set()
 
 
@@ -68,7 +68,7 @@ def test_a_coroutine_awaits_a_thread_and_can_leave_it() -> None:
         gate = threading.Event()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await run_in_thread(lambda: gate.wait(10), name="x")
+                await run_in_thread(lambda: gate.wait(60), name="x")
         gate.set()
 
     asyncio.run(scenario())
@@ -96,7 +96,7 @@ def test_work_for_nobody_holds_nobody_up_and_what_it_raises_is_dropped() -> None
     gate, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        gate.wait(10)
+        gate.wait(60)
         done.set()
         raise OSError("gone")
 
@@ -106,7 +106,7 @@ def test_work_for_nobody_holds_nobody_up_and_what_it_raises_is_dropped() -> None
 
     assert asyncio.run(main()) is False
     gate.set()
-    assert done.wait(10)
+    assert done.wait(60)
     done.clear()
     loop = VirtualTimeLoop()
     loop.is_without_threads = True

@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ TENSORS: dict[str, Tensor] = {
     "empty": torch.empty(0, 3),
 }
 SPECS = weight_source(TENSORS).specs()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that gets no CPU for a while isn't taken for a disk that hangs."""
+    monkeypatch.setattr(disk_line, "FULL_LIMIT_S", 60.0)
 
 
 def sums() -> tuple[TensorSum, ...]:
@@ -155,6 +162,7 @@ class HungFile(io.RawIOBase):
 
     def __init__(self) -> None:
         self._is_well = threading.Event()
+        self.is_reached = threading.Event()
         self.num_written = 0
         self.heal = self._is_well.set
 
@@ -164,7 +172,8 @@ class HungFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Hang; what comes then is written."""
-        self._is_well.wait(30.0)
+        self.is_reached.set()
+        self._is_well.wait(60.0)
         self.num_written += 1
         return len(data)
 
@@ -194,10 +203,21 @@ def test_a_disk_that_hangs_costs_the_snapshot_and_no_update(
     hung = HungFile()
     snapshots = open_snapshots("disk", tmp_path, "ns")
 
+    class Awaiting:
+        """The weights; between the first two the disk has come to hang."""
+
+        def specs(self) -> tuple[TensorSpec, ...]:
+            return specs
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            for number, pair in enumerate(weight_source(weights)):
+                assert number != 1 or hung.is_reached.wait(60.0)
+                yield pair
+
     def update(step: int) -> SnapshotOffer:
         request = request_of(version=Version(step=step))
         offer = snapshots.offer(request.version, None)
-        source = snapshots.record(request, weight_source(weights), specs)
+        source = snapshots.record(request, Awaiting(), specs)
         sent = send(Wire(), source, specs, 4096, lambda _done, _total: None, stream_id="op")
         assert [each.name for each in sent.sums] == list(weights)
         asyncio.run(snapshots.settle(request, source, specs, OpStatus.OK))
@@ -208,6 +228,8 @@ def test_a_disk_that_hangs_costs_the_snapshot_and_no_update(
         assert update(1).kind is SnapshotKind.DISK
         assert f"no snapshot is kept of this version: DeadlineError: {why}" in caplog.text
         assert [update(step) for step in (2, 3)] == [SnapshotOffer(), SnapshotOffer()]
+    # From here on all is well, and how long a thread waits for the CPU is no matter.
+    monkeypatch.setattr(disk_line, "FULL_LIMIT_S", 60.0)
     hung.heal()
     assert snapshots._new_recording is not None
     written(snapshots._new_recording(V1, specs))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from rlbus import subjects
 from rlbus.bus import Bus
 from rlbus.errors import ConfigError
 from rlbus.schemas import Announcement, Goodbye, WeightsState, WorkerMessage
-from rlbus.testing import LoopClock, MemoryBroker, run, sequential_ids
+from rlbus.testing import LoopClock, MemoryBroker, hangs, run, sequential_ids
 from rlbus.workers.adoption import FOUND_LEASE_S
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.dynamo import adoption as adoption_module
@@ -342,7 +342,8 @@ def test_copies_that_cannot_be_removed_since_their_disk_hangs_keep_nobody(tmp_pa
     is_back, ended = threading.Event(), threading.Event()
 
     def drop(files: LoraFiles) -> None:
-        is_back.wait(5)
+        with hangs():
+            is_back.wait(60.0)
         ended.set()
 
     monkeypatch.setattr(LoraFiles, "drop", drop)
@@ -353,7 +354,7 @@ def test_copies_that_cannot_be_removed_since_their_disk_hangs_keep_nobody(tmp_pa
         await stage.until(lambda: any("has left" in text for text in stage.said))
         assert not ended.is_set()
         is_back.set()
-        assert ended.wait(10)
+        assert ended.wait(60.0)
 
     play(two_workers(), tmp_path, act)
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 
 async def heard(hearing: Hearing, is_true: object) -> None:
     """Until what was written has been read."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not is_true():  # type: ignore[operator]  # noqa: ASYNC110 - a pipe has no Event
             await asyncio.sleep(0.01)
 

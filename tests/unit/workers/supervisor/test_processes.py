@@ -14,13 +14,13 @@ from rlbus.workers.supervisor.processes import kill_left, left_of, look, tree
 
 pytestmark = pytest.mark.unit
 
-SLEEPS = "import time; time.sleep(60)"
+SLEEPS = "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPS!r}], start_new_session=True)"
 
 
 def until(is_true: Callable[[], bool]) -> None:
     """Look until it is."""
-    end_s = time.monotonic() + 20.0
+    end_s = time.monotonic() + 60.0
     while not is_true():
         assert time.monotonic() < end_s
         time.sleep(0.01)

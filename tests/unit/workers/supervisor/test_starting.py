@@ -21,7 +21,7 @@ COMMAND = WorkerCommand((PROGRAM, "serve"), {}, beats=False)
 # As often as it is started in all: the first time, and the restarts.
 MAX_RESTARTS = 2
 POLICY = RestartPolicy(max_restarts=MAX_RESTARTS, first_s=0.0, max_s=0.0)
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

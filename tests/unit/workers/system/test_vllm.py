@@ -11,6 +11,7 @@ import pytest
 
 from rlbus.adapter import WEIGHTS_FILE
 from rlbus.schemas import Fault, FaultCode, Generation, Version, WeightsState
+from rlbus.testing import hangs
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.fake import ROUTES, FakeEngine
 from rlbus.workers.engines.fake_script import Step, failing
@@ -450,11 +451,16 @@ def test_a_folder_that_is_read_for_too_long_is_504(tmp_path: Path, monkeypatch: 
     """Another try may help; 400 would say that none does."""
     folder = fake_adapter(tmp_path / "a", "x")
     goes_on = threading.Event()
-    monkeypatch.setattr(dynamo_loras, "adapter_sum", lambda path: goes_on.wait(60.0))
+
+    def hung(path: Path) -> None:
+        with hangs():
+            goes_on.wait(60.0)
+
+    monkeypatch.setattr(dynamo_loras, "adapter_sum", hung)
 
     async def scenario(front: Front) -> None:
         try:
-            answer = await front.post("/v1/load_lora_adapter", adapter(folder), x_rlbus_limit_s="5")
+            answer = await front.post("/v1/load_lora_adapter", adapter(folder), x_rlbus_limit_s="0.05")
             assert str(folder) in message(answer, 504)
         finally:
             goes_on.set()

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from rlbus.schemas import PauseMode
-from rlbus.workers.torch_lm import server
+from rlbus.workers.torch_lm import generate, server
 from rlbus.workers.torch_lm.completions import find_tokenizer
 from rlbus.workers.torch_lm.generate import Generation
 from rlbus.workers.torch_lm.make import make_tiny_model
@@ -37,7 +37,7 @@ def run(folder: Path, check: Check) -> None:
 
     async def main() -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with asyncio.timeout(30.0), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with asyncio.timeout(100.0), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             await check(client, generation)
 
     generation.start()
@@ -147,8 +147,9 @@ def test_body_over_the_limit_is_refused(folder: Path, monkeypatch: pytest.Monkey
     run(folder, check)
 
 
-def test_models_version_and_health_answer(folder: Path) -> None:
+def test_models_version_and_health_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while it is paused; not once it is closed."""
+    monkeypatch.setattr(generate, "CLOSE_S", 60.0)
 
     async def check(client: httpx.AsyncClient, generation: Generation) -> None:
         await generation.pause(PauseMode.KEEP, clear_cache=True)
