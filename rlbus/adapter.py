@@ -7,13 +7,13 @@ an object store and every worker compute the same.
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from rlbus.errors import RLBusError
+from rlbus.files import open_file, why
 
 # The files of an adapter as PEFT writes it. Source: PEFT's `save_pretrained`, and what vLLM reads of it. Pickled
 # weights (adapter_model.bin) are never read: they are programs.
@@ -96,20 +96,12 @@ def copy_file(path: Path, to: BinaryIO | None, limit_bytes: int | None) -> tuple
 def _chunks(path: Path, limit_bytes: int | None) -> Iterator[bytes]:
     num_bytes = 0
     try:
-        with open(path, "rb", opener=_opened) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise AdapterError(str(path), "is no regular file")
-            limit_bytes = found.st_size if limit_bytes is None else limit_bytes
+        with open_file(path) as file:
+            limit_bytes = os.fstat(file.fileno()).st_size if limit_bytes is None else limit_bytes
             while chunk := file.read(CHUNK_BYTES):
                 num_bytes += len(chunk)
                 if num_bytes > limit_bytes:
                     raise AdapterError(str(path), f"has more than {limit_bytes} bytes")
                 yield chunk
     except OSError as exc:
-        raise AdapterError(str(path), exc.strerror or type(exc).__name__) from exc
-
-
-def _opened(path: str, flags: int) -> int:
-    """Without waiting for somebody who writes into a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
+        raise AdapterError(str(path), why(exc)) from exc

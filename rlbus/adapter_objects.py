@@ -22,6 +22,7 @@ from rlbus.adapter import ADAPTER_FILES, CONFIG_FILE, MAX_CONFIG_BYTES, AdapterE
 from rlbus.bus import Bus
 from rlbus.connecting import open_objects
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, MissingError, refused
+from rlbus.files import open_file
 from rlbus.schemas import FaultCode, ObjectSource
 from rlbus.transfer.bounded import run_in_thread, start_in_thread
 
@@ -205,7 +206,7 @@ class _File:
         """Open or make it, unless it was closed meanwhile. Raises OSError."""
         with self._lock:
             if not self._is_closed:
-                self._file = self._path.open(self._mode)
+                self._file = open_file(self._path) if self._mode == "rb" else self._path.open(self._mode)
 
     def read(self, num_bytes: int) -> bytes:
         """The next ones. Raises OSError."""

@@ -57,6 +57,8 @@ ONLY_IN = {
         "rlbus.workers.vllm_server",
     },
     "vllm": {"rlbus.workers.vllm_server"},
+    # It maps files: the process stands still while their disk hangs, and dies when they are cut (`rlbus.files`).
+    "safetensors": {"rlbus.workers.torch_lm.make"},
     "grpc": {"rlbus.workers.vllm_grpc.control"},
     "google": {"rlbus.workers.vllm_grpc.messages"},
 }

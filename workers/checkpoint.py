@@ -1,9 +1,16 @@
-"""What adapters share about safetensors folders: which files belong to one, and which dtypes convert. No torch."""
+"""What adapters share about safetensors folders: which files belong to one, what is in them by their headers, and which
+dtypes convert. No torch.
+"""
 
 import json
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlbus.errors import RLBusError
+from rlbus.files import read_file, why
+from rlbus.schemas import TensorSpec
+from rlbus.transfer.folder import FormatError, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 # Copying a tensor into a parameter converts between these.
@@ -42,10 +49,57 @@ def checkpoint_files(folder: Path) -> list[Path]:
             raise CheckpointError(str(folder), "there is no *.safetensors in it")
         return files
     try:
-        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        names = {str(name) for name in json.loads(read_file(index))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
         raise CheckpointError(str(index), f"is no index of a checkpoint ({type(exc).__name__})") from exc
     bad = next((name for name in sorted(names) if Path(name).name != name), None)
     if bad is not None:
         raise CheckpointError(str(index), f"names a file outside of the folder: {bad!r}")
     return [folder / name for name in sorted(names)]
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[SafetensorsFile]:
+    """A file with its header read, until the block ends. What reading in it raises is translated, too.
+
+    Raises:
+        CheckpointError: it is missing, no regular file, can't be read, or is truncated or garbled.
+    """
+    try:
+        with SafetensorsFile(path) as file:
+            yield file
+    except OSError as exc:
+        raise CheckpointError(str(path), why(exc)) from exc
+    except FormatError as exc:
+        raise CheckpointError(str(path), f"is no complete safetensors file ({exc})") from exc
+
+
+def read_specs(path: Path) -> tuple[TensorSpec, ...]:
+    """The tensors of one safetensors file, by its header alone.
+
+    Raises:
+        CheckpointError: as `open_safetensors`.
+    """
+    with open_safetensors(path) as file:
+        return tuple(entry.spec for entry in file.entries)
+
+
+def read_folder(folder: Path) -> tuple[TensorSpec, ...]:
+    """Every tensor of a safetensors folder, by the headers alone. Each file is checked to be as long as its header
+    says.
+
+    Raises:
+        CheckpointError: no folder, no safetensors in it, a file as in `open_safetensors`, or a tensor in two of them.
+    """
+    found: dict[str, TensorSpec] = {}
+    for path in checkpoint_files(folder):
+        for spec in read_specs(path):
+            check_is_new(path, spec.name, found)
+            found[spec.name] = spec
+    return tuple(found.values())
+
+
+def check_is_new(path: Path, name: str, found: Container[str]) -> None:
+    """Raise CheckpointError if a tensor of a file was found in another one before."""
+    if name in found:
+        raise CheckpointError(str(path), f"tensor {name!r} is in another file too")

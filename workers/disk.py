@@ -4,8 +4,9 @@ A thread that hangs in such a disk can't be ended. So it is a daemon thread of i
 lends to everybody: names are looked up there (without them no bus is found again), and the end of the process waits for
 them.
 
-One that hangs costs what lies beside what it reads, and nothing else: reads are counted for each place, which is what a
-path lies on by its text, since to look could hang, too.
+All of it are calls that let other threads run meanwhile (`rlbus.files`), or the loop would hang, too. So one that hangs
+costs what lies beside what it reads, and nothing else: reads are counted for each place, which is what a path lies on
+by its text, since to look could hang, too.
 """
 
 import asyncio

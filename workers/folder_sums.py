@@ -1,12 +1,11 @@
 """The checksums of a safetensors folder, by which a worker knows that it is what a trainer sent before it loads it."""
 
-import struct
 from pathlib import Path
 
 from rlbus.errors import refused
 from rlbus.schemas import FaultCode, TensorSum
 from rlbus.transfer.snapshot import file_sums
-from rlbus.workers.checkpoint import CheckpointError, checkpoint_files
+from rlbus.workers.checkpoint import CheckpointError, checkpoint_files, open_safetensors
 from rlbus.workers.disk import DISK
 
 
@@ -30,11 +29,6 @@ def folder_sums(folder: Path) -> tuple[TensorSum, ...]:
     """
     sums: list[TensorSum] = []
     for path in checkpoint_files(folder):
-        try:
-            with path.open("rb") as file:
-                sums.extend(file_sums(file))
-        except OSError as exc:
-            raise CheckpointError(str(path), exc.strerror or type(exc).__name__) from exc
-        except (struct.error, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
-            raise CheckpointError(str(path), f"is no complete safetensors file ({type(exc).__name__})") from exc
+        with open_safetensors(path) as file:
+            sums.extend(file_sums(file))
     return tuple(sums)

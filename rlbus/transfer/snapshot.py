@@ -4,7 +4,6 @@ See `rlbus._snapshots`.
 """
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +22,7 @@ from rlbus.schemas import TensorSpec, TensorSum, Version
 from rlbus.transfer.checksum import RunningChecksum
 from rlbus.transfer.disk_line import DiskLine
 from rlbus.transfer.flat import copy_bytes, new_row
-from rlbus.transfer.folder import LENGTH, MAX_HEADER_BYTES, header_of
+from rlbus.transfer.folder import SafetensorsFile, header_of
 from rlbus.transfer.manifest import num_bytes
 
 _log = logging.getLogger("rlbus.trainer")
@@ -245,30 +243,18 @@ def host_copy(tensor: Tensor) -> Tensor:
     return row.view(tensor.dtype).view(tensor.shape)
 
 
-def file_sums(file: BufferedReader) -> list[TensorSum]:
-    """The checksum of every tensor of a safetensors file, in the order of its header. Blocks: reads all, in parts.
+def file_sums(file: SafetensorsFile) -> list[TensorSum]:
+    """The checksum of every tensor of a file, in the order of their bytes. Blocks: reads all, in parts.
 
-    Raises: ValueError, struct.error, KeyError, TypeError, AttributeError: it is none, or not complete. OSError.
+    Raises: FormatError: the file has become shorter. OSError.
     """
-    (length,) = LENGTH.unpack(file.read(LENGTH.size))
-    if length > MAX_HEADER_BYTES:
-        raise ValueError("its header has no such length")
-    header = json.loads(file.read(length))
-    begin = LENGTH.size + length
     row = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=CPU)
     sums: list[TensorSum] = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        first, end = (int(offset) for offset in entry["data_offsets"])
-        file.seek(begin + first)
+    for entry in file.entries:
         running = RunningChecksum(CPU)
-        left = end - first
-        while left > 0:
-            part = row[: min(left, CHUNK_BYTES)]
-            if file.readinto(part.numpy().data) != part.numel():
-                raise ValueError(f"it ends within tensor {name!r}")
+        for at in range(0, entry.num_bytes, CHUNK_BYTES):
+            part = row[: min(entry.num_bytes - at, CHUNK_BYTES)]
+            file.read_into(entry, at, part.numpy().data)
             running.update(part)
-            left -= part.numel()
-        sums.append(TensorSum(name=name, checksum=running.hexdigest()))
+        sums.append(TensorSum(name=entry.spec.name, checksum=running.hexdigest()))
     return sums

@@ -4,8 +4,9 @@ import json
 import logging
 from pathlib import Path
 
-from rlbus.workers.checkpoint import CheckpointError
-from rlbus.workers.vllm_server.checkpoint import HEAD, ExpectedTensors, expect, read_folder
+from rlbus.files import read_file
+from rlbus.workers.checkpoint import CheckpointError, read_folder
+from rlbus.workers.vllm_server.checkpoint import HEAD, ExpectedTensors, expect
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -41,7 +42,7 @@ def _folder(model: str) -> Path:
 def _is_head_tied(folder: Path, default: bool) -> bool:
     """What the configuration says; `default` where it leaves that to the kind of model."""
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = json.loads(read_file(folder / "config.json"))
     except (OSError, ValueError) as exc:
         raise CheckpointError(str(folder / "config.json"), "can't be read") from exc
     texts = config.get("text_config") if isinstance(config, dict) else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlbus.errors import EngineDeadError, EngineError, error_from_fault, refused
+from rlbus.files import read_file
 from rlbus.schemas import (
     DRAFT_ROUTE,
     LORA_ROUTES,
@@ -344,7 +345,7 @@ class FakeEngine(WithLoras, WithNative, WithDraft):
 
     def _read(self, path: str) -> Version:
         """What `save` wrote."""
-        return Version(**json.loads((Path(path) / CHECKPOINT).read_text()))
+        return Version(**json.loads(read_file(Path(path) / CHECKPOINT)))
 
     def _note(self, verb: str) -> Step:
         """Count a call; the step that is scripted for it."""

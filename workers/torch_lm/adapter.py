@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's format: read, checked against a model, and added to its projections row by row.
 
-Every tensor is copied out of its file. What the torch engine doesn't apply exactly (DoRA, trained biases, whole
+Every tensor is read into memory of its own. What the torch engine doesn't apply exactly (DoRA, trained biases, whole
 modules, ranks of their own for some layers) is refused, not approximated.
 """
 
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlbus.adapter import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE, AdapterError
+from rlbus.files import read_file, why
+from rlbus.transfer.tensor_file import read_tensor
+from rlbus.workers.checkpoint import CheckpointError, open_safetensors
 
 # Before the names of a checkpoint. Source: PEFT's names of a wrapped model's tensors.
 _PREFIX = "base_model.model."
@@ -94,10 +96,10 @@ def read_adapter(folder: Path, projections: Mapping[str, tuple[int, int]]) -> Ad
 def _read_config(path: Path) -> tuple[int, float]:
     """Rank and scale."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise AdapterError(str(path), f"has more than {MAX_CONFIG_BYTES} bytes")
-        raw: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as exc:
+        raw: Any = json.loads(read_file(path, MAX_CONFIG_BYTES))
+    except OSError as exc:
+        raise AdapterError(str(path), f"can't be read ({why(exc)})") from exc
+    except (ValueError, RecursionError) as exc:
         raise AdapterError(str(path), f"can't be read ({type(exc).__name__})") from exc
     if not isinstance(raw, dict):
         raise AdapterError(str(path), "holds no JSON object")
@@ -112,7 +114,7 @@ def _read_config(path: Path) -> tuple[int, float]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError) as exc:
-        raise AdapterError(str(path), f"is no complete safetensors file ({exc})") from exc
+        with open_safetensors(path) as file:
+            return {entry.spec.name: read_tensor(file, entry) for entry in file.entries}
+    except CheckpointError as exc:
+        raise AdapterError(exc.path, exc.problem) from exc

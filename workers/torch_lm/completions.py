@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rlbus.files import read_file
 from rlbus.workers.torch_lm.generate import Finished
 from rlbus.workers.torch_lm.sampling import Chosen, Sampling
 
@@ -83,7 +84,8 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        # Its own `from_file` holds up all threads while the disk hangs.
+        self._tokenizer = tokenizers.Tokenizer.from_str(read_file(path).decode())
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""

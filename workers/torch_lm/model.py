@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlbus.errors import ConfigError
+from rlbus.files import read_file
 from rlbus.workers.torch_lm.adapter import LoraBatch
 from rlbus.workers.torch_lm.checkpoint import read_tensors, specs_of
 from rlbus.workers.torch_lm.kv import KVPool
@@ -80,8 +81,8 @@ class ModelConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError) as exc:
+        raw = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError("model", str(path), f"can't be read ({type(exc).__name__})") from exc
     if not isinstance(raw, dict):
         raise ConfigError("model", str(path), "holds no JSON object")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlbus.errors import ConfigError, EngineError
+from rlbus.files import read_file
 from rlbus.schemas import Fault, FaultCode
 from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.peer_http import PeerClient, PeerError
@@ -125,7 +126,7 @@ def _with_attributes(value: Any) -> Any:
 def _is_head_tied(model: str, revision: str | None) -> bool:
     """From the model's config.json; a model whose files aren't here can't be updated anyway."""
     try:
-        found = json.loads((checkpoint_folder(model, revision) / "config.json").read_text())
+        found = json.loads(read_file(checkpoint_folder(model, revision) / "config.json"))
     except (CheckpointError, OSError, ValueError):
         return False
     text = found.get("text_config") or found

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlbus.adapter import CONFIG_FILE, WEIGHTS_FILE
+from rlbus.adapter import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from rlbus.errors import EngineError, FaultError, refused
+from rlbus.files import read_file
 from rlbus.schemas import MAX_LORAS, Fault, FaultCode, lora_id
-from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.checkpoint import CheckpointError, read_specs
 from rlbus.workers.disk import DISK
 from rlbus.workers.engines.lora import LoraInfo, Resident
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.checkpoint import read_file
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -287,9 +287,9 @@ def check_files(folder: Path, max_rank: int) -> None:
     Raises a refusal (manifest_mismatch): a rank above the server's, or halves whose sizes don't fit.
     """
     try:
-        config = json.loads((folder / CONFIG_FILE).read_bytes())
+        config = json.loads(read_file(folder / CONFIG_FILE, MAX_CONFIG_BYTES))
         rank, patterns = int(config["r"]), dict(config.get("rank_pattern") or {})
-        specs = {spec.name: spec.shape for spec in read_file(folder / WEIGHTS_FILE)}
+        specs = {spec.name: spec.shape for spec in read_specs(folder / WEIGHTS_FILE)}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise _mismatch(f"{CONFIG_FILE} can't be read ({type(exc).__name__})") from exc
     except CheckpointError as exc:

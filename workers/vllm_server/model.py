@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlbus.files import read_file
 from rlbus.schemas import TensorSpec
-from rlbus.workers.checkpoint import CheckpointError
-from rlbus.workers.vllm_server.checkpoint import HEAD, ExpectedTensors, describe, expect, read_folder
+from rlbus.workers.checkpoint import CheckpointError, read_folder
+from rlbus.workers.vllm_server.checkpoint import HEAD, ExpectedTensors, describe, expect
 
 _log = logging.getLogger("rlbus.workers")
 
@@ -49,7 +50,7 @@ def expected_of(model: str, revision: str | None = None) -> ExpectedTensors | No
 def _is_head_tied(folder: Path, tensors: Sequence[TensorSpec]) -> bool:
     """By the configuration; where that doesn't say, by whether the head is in the checkpoint."""
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = json.loads(read_file(folder / "config.json"))
         is_tied = {**config, **config.get("text_config", {})}.get("tie_word_embeddings")
     except (OSError, ValueError, AttributeError, TypeError) as exc:
         raise CheckpointError(str(folder / "config.json"), f"can't be read ({type(exc).__name__})") from exc

@@ -35,7 +35,8 @@ from rlbus.transfer.bounded import GiveUp
 from rlbus.transfer.group import Group, open_group, prove
 from rlbus.transfer.manifest import num_bytes
 from rlbus.transfer.receiver import receive
-from rlbus.workers.checkpoint import checkpoint_files
+from rlbus.transfer.tensor_file import read_tensor
+from rlbus.workers.checkpoint import checkpoint_files, open_safetensors
 from rlbus.workers.vllm_server.draft import draft_of
 from rlbus.workers.vllm_server.exchange import CHECKSUMS, HELLO, LABEL_DRAFT, TORN, CallFolder, RankOutcome, Watch
 
@@ -318,12 +319,10 @@ def _sha256(tensor: Tensor) -> str:
 
 def _tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a safetensors folder, one at a time."""
-    from safetensors import safe_open
-
     for path in checkpoint_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
+        with open_safetensors(path) as file:
+            for entry in file.entries:
+                yield entry.spec.name, read_tensor(file, entry)
 
 
 def _fault(exc: Exception, code: FaultCode) -> Fault:

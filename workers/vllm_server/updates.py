@@ -13,11 +13,11 @@ import msgspec
 
 from rlbus.errors import EngineDeadError, FaultError, refused
 from rlbus.schemas import ChecksumsData, Fault, FaultCode, GroupPlan, JoinedData, RankSpan, ReceivedData, Version
-from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.checkpoint import CheckpointError, read_folder
 from rlbus.workers.disk import DISK
 from rlbus.workers.engines.base import ProgressFn, ReadyFn, ReceiveOrder, UpdateFailedError
 from rlbus.workers.vllm_server.calls import EngineCalls
-from rlbus.workers.vllm_server.checkpoint import ExpectedTensors, read_folder
+from rlbus.workers.vllm_server.checkpoint import ExpectedTensors
 from rlbus.workers.vllm_server.draft import DraftSums
 from rlbus.workers.vllm_server.exchange import (
     CHECKSUMS,

@@ -24,9 +24,8 @@ from rlbus.transfer.sender import send
 from rlbus.transfer.snapshot import FILE, DiskRecording, MemoryRecording, remove_others
 from rlbus.transfer.source import weight_source
 from rlbus.transfer.sums import sums_digest
-from rlbus.workers.checkpoint import CheckpointError
+from rlbus.workers.checkpoint import CheckpointError, read_folder
 from rlbus.workers.folder_sums import folder_sums
-from rlbus.workers.vllm_server.checkpoint import read_folder
 from tests.unit.rlbus.transfer.test_sender import Wire
 
 pytestmark = pytest.mark.unit

@@ -1,7 +1,11 @@
 """Reading a folder is all or nothing, and says what is wrong with it."""
 
+import errno
 import json
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlbus.schemas import TensorSpec
+from rlbus.transfer.folder import SafetensorsFile
 from rlbus.workers.checkpoint import CheckpointError
 from rlbus.workers.torch_lm.checkpoint import read_tensors
 
@@ -98,4 +103,35 @@ def test_index_that_is_none_or_points_outside_is_refused(tmp_path: Path, index: 
     save(tmp_path, good())
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="index"):
+        read_tensors(tmp_path, SPECS)
+
+
+def test_a_file_that_is_cut_after_its_header_was_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the end of the process, as of whoever has it mapped; file and tensor are named."""
+    big = {"a": torch.zeros(2, 3), "b": torch.zeros(1_000_000)}
+    specs = (SPECS[0], TensorSpec(name="b", dtype="float32", shape=(1_000_000,)))
+    path = save(tmp_path, big)
+    read_into = SafetensorsFile.read_into
+
+    def cut(*args: Any) -> None:
+        os.truncate(path, 4096)
+        read_into(*args)
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", cut)
+    problem = f"{re.escape(str(path))}: is no complete safetensors file .it ends within tensor 'b'"
+    with pytest.raises(CheckpointError, match=problem):
+        read_tensors(tmp_path, specs)
+
+
+def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the system's words."""
+    path = save(tmp_path, good())
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", fail)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}: Input/output error"):
         read_tensors(tmp_path, SPECS)

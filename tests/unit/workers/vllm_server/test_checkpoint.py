@@ -8,9 +8,9 @@ import pytest
 
 from rlbus.errors import ManifestError
 from rlbus.schemas import TensorSpec
-from rlbus.workers.checkpoint import CheckpointError, accepts
+from rlbus.workers.checkpoint import CheckpointError, accepts, read_folder
 from rlbus.workers.folder_sums import folder_sums
-from rlbus.workers.vllm_server.checkpoint import describe, expect, read_folder
+from rlbus.workers.vllm_server.checkpoint import describe, expect
 
 pytestmark = pytest.mark.unit
 
