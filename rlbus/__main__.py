@@ -1,24 +1,19 @@
 """The `rlbus` command, and `python -m rlbus`: from the first line to the last, Ctrl-C ends it without a traceback."""
 
-import os
-import signal
 import sys
+
+from rlbus.cli.interrupts import INTERRUPTED, interrupts
 
 
 def main() -> None:
-    """Run the command. Ctrl-C counts for it from when it is loaded until it has ended; before, there is nothing to take
-    back, and after, nothing changes its exit code.
+    """Run the command. Ctrl-C counts for it from when it is loaded until its outcome is known; before, there is nothing
+    to take back, and after, nothing changes its exit code.
     """
-    # A shell lets what it starts in the background ignore Ctrl-C.
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_ours:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    interrupts.begin()
     from rlbus.cli.app import main as run
 
-    code = 130
+    code = INTERRUPTED
     try:
-        if is_ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except KeyboardInterrupt:
         pass
@@ -29,10 +24,7 @@ def main() -> None:
             code = 0 if exc.code is None else 1
             if exc.code is not None:
                 print(exc.code, file=sys.stderr)
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(code))
-    sys.exit(code)
+    sys.exit(interrupts.settle(code))
 
 
 if __name__ == "__main__":

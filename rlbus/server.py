@@ -23,8 +23,10 @@ from types import TracebackType
 from typing import NoReturn
 from urllib.parse import quote
 
+from rlbus._nats_store import StoreLog, free_bytes
 from rlbus._process import Child
 from rlbus.errors import BrokenError, ConfigError, DeadlineError, RLBusError
+from rlbus.transfer.bounded import run_in_thread
 
 START_S = 10.0
 STOP_S = 5.0
@@ -35,6 +37,12 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.5
+# One that can't write to its store any more is started again as often as that happens, after pauses that double up to
+# this; first there has to be room for one message.
+MAX_STORE_PAUSE_S = 30.0
+MIN_FREE_BYTES = MAX_PAYLOAD_BYTES
+# How often its log, or the room, is looked at.
+STORE_POLL_S = 1.0
 # What nats-server logs when it can't listen; the reason is the operating system's, or the resolver's.
 _CANNOT_LISTEN = re.compile(r'Error listening on port: .*"listen [^"]*: ([^":]+)"')
 PORT_IN_USE = "address already in use"
@@ -155,18 +163,19 @@ class EmbeddedServer:
     async def supervise(self, on_restart: Callable[[str], None]) -> NoReturn:
         """Start it again whenever it ends by itself, on the same port with the same store. `rlbus up` runs this.
 
-        `on_restart` is told in one line what ended and how, before the start.
+        Also when it says that it can't write to its store any more (a full disk): it would stay so for ever. That waits
+        until there is room. `on_restart` is told in one line what ended and how, before the start.
 
         Raises:
             BrokenError: it ended more than MAX_RESTARTS times in RESTART_WINDOW_S; with the tail of its log.
-        Cancel: leaves the server as it is. Cancel it before `stop`.
+        Cancel: leaves the server as it is, or stopped. Cancel it before `stop`.
         """
         loop = asyncio.get_running_loop()
         ends_s: deque[float] = deque()
         child = self._child
         if child is None:
             raise BrokenError("embedded NATS server", "not running")
-        how = f"ended with status {await child.wait()}"
+        how = await self._end_of(child, on_restart)
         while True:
             while ends_s and loop.time() - ends_s[0] > RESTART_WINDOW_S:
                 ends_s.popleft()
@@ -183,7 +192,53 @@ class EmbeddedServer:
             else:
                 child = self._child
                 assert child is not None
-                how = f"ended with status {await child.wait()}"
+                how = await self._end_of(child, on_restart)
+
+    async def _end_of(self, child: Child, on_restart: Callable[[str], None]) -> str:
+        """Wait until it has ended by itself, or can't be started again for its store; how."""
+        loop = asyncio.get_running_loop()
+        began_s, pause_s = loop.time(), RESTART_PAUSE_S
+        while (problem := await self._until_lost(child)) is not None:
+            if loop.time() - began_s > RESTART_WINDOW_S:
+                pause_s = RESTART_PAUSE_S
+            await self._until_room(problem, on_restart)
+            await asyncio.sleep(pause_s)
+            try:
+                await self.restart()
+            except RLBusError as exc:
+                return f"did not start ({str(exc).splitlines()[0]})"
+            assert self._child is not None
+            child = self._child
+            began_s, pause_s = loop.time(), min(2 * pause_s, MAX_STORE_PAUSE_S)
+        return f"ended with status {child.returncode}"
+
+    async def _until_lost(self, child: Child) -> str | None:
+        """Until it says that it can't write to its store any more, and why; None: it has ended."""
+        if child.log is None or not self._jetstream:
+            await child.wait()
+            return None
+        log = StoreLog(child.log)
+        ended = asyncio.ensure_future(child.wait())
+        try:
+            while not (await asyncio.wait({ended}, timeout=STORE_POLL_S))[0]:
+                if (problem := log.problem()) is not None:
+                    return problem
+            return None
+        finally:
+            ended.cancel()
+
+    async def _until_room(self, problem: str, on_restart: Callable[[str], None]) -> None:
+        """Until its store has room, or nobody can say; tells why it waits."""
+        free = await _free_bytes(self._store)
+        room = "nobody can say how much is free" if free is None else f"{free} bytes are free"
+        lost = f"nats-server can't write to its store in {self._store} any more ({problem}), where {room}"
+        if free is not None and free < MIN_FREE_BYTES:
+            on_restart(f"{lost}; it is started again once there are {MIN_FREE_BYTES}: make room")
+            while free is not None and free < MIN_FREE_BYTES:
+                await asyncio.sleep(STORE_POLL_S)
+                free = await _free_bytes(self._store)
+            lost = f"{free} bytes are free in {self._store}"
+        on_restart(f"{lost}; starting nats-server again on port {self.port}")
 
     async def aclose(self) -> None:
         """Stop it and remove what was temporary. Idempotent. Cancel: the process is killed."""
@@ -287,6 +342,13 @@ class EmbeddedServer:
         raise _cannot_listen(tail, self.host, self.port) or BrokenError(
             "nats-server", f"ended with status {child.returncode}: {tail}"
         )
+
+
+async def _free_bytes(folder: Path) -> int | None:
+    try:
+        return await run_in_thread(lambda: free_bytes(folder), name="rlbus room")
+    except OSError:
+        return None
 
 
 def _cannot_listen(log: str, host: str, port: int) -> ConfigError | None:

@@ -4,7 +4,6 @@ Unknown names are an error that names them: a typo in `clear_cach` must not paus
 """
 
 import asyncio
-import math
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
 from rlbus._json_body import BodyError, read_json
+from rlbus._seconds import read_seconds
 from rlbus.controller.http.answers import BadRequestError
 from rlbus.schemas import is_token
 
@@ -84,17 +84,14 @@ def components_of(query: QueryParams) -> tuple[str, ...] | None:
 
 
 def seconds_of(request: Request, header: str, default: float, most_s: float) -> float:
-    """A duration in a header. Raises BadRequestError unless it is a number above 0 and at most `most_s`."""
+    """A duration in a header. Raises BadRequestError unless it is a plain number above 0 and at most `most_s`."""
     text = request.headers.get(header)
     if text is None:
         return default
-    try:
-        given_s = float(text)
-    except ValueError:
-        given_s = math.nan
-    if not 0 < given_s <= most_s:
-        problem = f"header {header}: {text[:MAX_NAME_CHARS]!r}: use more than 0 and at most {most_s:g} seconds"
-        raise BadRequestError(problem, header)
+    given_s = read_seconds(text, most_s)
+    if given_s is None:
+        use = f"use more than 0 and at most {most_s:g} seconds, as plain digits such as 60 or 0.5"
+        raise BadRequestError(f"header {header}: {text[:MAX_NAME_CHARS]!r}: {use}", header)
     return given_s
 
 

@@ -63,12 +63,14 @@ def _run_verb(
     async def work(fleet: FleetClient) -> ExitCode:
         with out.progress(what) as on_progress:
             report = await verb(fleet, target, on_progress)
+        code = exit_code_of_report(report)
+        if not is_question:
+            out.settle(code)
         with contextlib.nullcontext() if is_question else out.aside():
             if json:
                 out.document(report)
             else:
                 show_report(out, report)
-        code = exit_code_of_report(report)
         if code is not ExitCode.OK:
             complain(f"rlbus: {failure_text(report)}")
         return code
@@ -391,6 +393,7 @@ def cancel(
         if op is None:
             raise refused(FaultCode.UNKNOWN_OP, "no op runs that changes anything")
         await fleet.cancel(op, deadline_s=deadline_s)
+        out.settle(ExitCode.OK)
         with out.aside():
             if json:
                 out.document({"op_id": op})

@@ -191,6 +191,7 @@ def _run(
     async def work(fleet: FleetClient) -> ExitCode:
         with out.progress(what) as on_progress:
             report = await verb(fleet, target, on_progress)
+        out.settle(exit_code_of_report(report))
         with out.aside():
             if json:
                 out.document(report)

@@ -14,7 +14,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from rlbus.cli.output import ExitCode, Output
+from rlbus.cli.interrupts import interrupts
+from rlbus.cli.output import ExitCode, Output, complain, one_line
 from rlbus.client import FleetClient
 from rlbus.config import BusConfig
 from rlbus.errors import ConfigError, RLBusError
@@ -149,18 +150,34 @@ def checked(out: Output, read: Callable[[], _Meant]) -> _Meant:
 
 
 def run_command(out: Output, work: Callable[[], Coroutine[Any, Any, ExitCode]]) -> NoReturn:
-    """Run a command's coroutine to its end; everything that ends it becomes an exit code and one line.
+    """Run a command's coroutine to its end; everything that ends it becomes an exit code and one line. Once its outcome
+    is settled, at its end at the latest, it ends as that, whatever closing comes to.
 
     Raises: typer.Exit with the code.
     """
+
+    async def to_the_end() -> ExitCode:
+        return out.settle(await work())
+
     try:
-        code = asyncio.run(work())
+        interrupts.count()
+        code = asyncio.run(to_the_end())
     except (RLBusError, KeyboardInterrupt) as exc:
-        code = out.error(exc)
+        code = _end(out, exc)
     except Exception as exc:  # noqa: BLE001 - a bug of ours: one line for the user, the traceback with -vv
         _log.debug("the command failed", exc_info=True)
-        code = out.error(exc)
+        code = _end(out, exc)
     raise typer.Exit(int(code))
+
+
+def _end(out: Output, error: BaseException) -> ExitCode:
+    """How a command ends that `error` ended, maybe after its outcome was settled; then Ctrl-C is no news."""
+    if out.outcome is None:
+        return out.error(error)
+    interrupts.settle(int(out.outcome))  # Ctrl-C may have come before that was through
+    if not isinstance(error, KeyboardInterrupt):
+        complain(f"rlbus: {one_line(error)}")
+    return out.outcome
 
 
 def run_on_fleet(
@@ -179,6 +196,7 @@ def run_on_fleet(
         async with contextlib.AsyncExitStack() as stack:
             bus = await connect_bus(config, name=caller)
             stack.push_async_callback(bus.aclose)
-            return await work(FleetClient(bus, config.namespace, caller=caller))
+            # Before it closes, which is when Ctrl-C is likely: the user has read the outcome.
+            return out.settle(await work(FleetClient(bus, config.namespace, caller=caller)))
 
     run_command(out, connected)

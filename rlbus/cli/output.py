@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from rlbus._conversation import ProgressHandler
+from rlbus.cli.interrupts import INTERRUPTED, interrupts
 from rlbus.errors import (
     BrokenError,
     ConfigError,
@@ -40,7 +41,7 @@ class ExitCode(enum.IntEnum):
     REFUSED = 3
     NOTHING_THERE = 4
     DEADLINE = 5
-    INTERRUPTED = 130
+    INTERRUPTED = INTERRUPTED
 
 
 EXIT_CODES = {
@@ -128,6 +129,21 @@ class Output:
         self.is_json = is_json
         # A service that fails later has already written its document; there is never a second one.
         self.has_document = False
+        self._outcome: ExitCode | None = None
+
+    @property
+    def outcome(self) -> ExitCode | None:
+        """How the command ends, once that is known."""
+        return self._outcome
+
+    def settle(self, code: ExitCode) -> ExitCode:
+        """The command ends with `code`, whatever comes: also Ctrl-C changes it no more. Call it before that is told.
+        Returns what was settled first.
+        """
+        if self._outcome is None:
+            self._outcome = code
+            interrupts.settle(int(code))
+        return self._outcome
 
     def document(self, document: Any) -> None:
         """Write the one JSON document; Structs may be in it."""
@@ -175,10 +191,10 @@ class Output:
                 complain(f"rlbus: {exc}")
 
     def error(self, error: BaseException, code: ExitCode | None = None) -> ExitCode:
-        """Write what went wrong: one line on stderr, with `--json` also the document. Returns how to end: as the error
-        says, or with `code`.
+        """Write what went wrong: one line on stderr, with `--json` also the document. Settles and returns how to end:
+        as the error says, or with `code`.
         """
-        code = exit_code_of_error(error) if code is None else code
+        code = self.settle(exit_code_of_error(error) if code is None else code)
         if isinstance(error, BrokenPipeError | UnwrittenError):
             _drop(sys.stdout)
         if isinstance(error, BrokenPipeError):

@@ -172,6 +172,63 @@ def test_a_server_that_ends_by_itself_is_started_again_until_it_does_so_too_ofte
     asyncio.run(scenario())
 
 
+def test_a_server_that_cannot_write_to_its_store_is_started_again_once_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would stay so for ever. A full disk is played: what the server says of it is written into its log. One that
+    is only silent, or that logs something else, is left as it is.
+    """
+    free = [0]
+    monkeypatch.setattr(server_module, "free_bytes", lambda _folder: free[0])
+    monkeypatch.setattr(server_module, "STORE_POLL_S", 0.05)
+    lost = "[7] 2026/11/30 15:48:44.132187 [ERR] JetStream stream '$G > S' critical write error: write 1.blk: no space"
+
+    async def scenario() -> None:
+        async with EmbeddedServer(store_dir=tmp_path / "store") as server:
+            told: list[str] = []
+            port, pid, folder = server.port, server.pid, server._folder
+            assert folder is not None
+            watching = asyncio.create_task(server.supervise(told.append))
+
+            def say(line: str) -> None:
+                with (folder / "server.log").open("a") as log:
+                    log.write(f"{line}\n")
+
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.3)
+            os.kill(pid, signal.SIGCONT)
+            say("[7] 2026/11/30 15:48:44.132183 [ERR] JetStream failed to store a msg on stream '$G > S': no space")
+            await asyncio.sleep(0.3)
+            assert (told, server.pid) == ([], pid)
+            say(lost)
+            async with asyncio.timeout(LIMIT_S):
+                while not told:  # noqa: ASYNC110 - the real server has no event
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(0.3)
+                assert (len(told), server.pid) == (1, pid)
+                free[0] = 1 << 30
+                while len(told) < 2 or server._child is None or server.pid == pid:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                assert listening_ports(server.pid) == {port}
+                # What it said is said once.
+                await asyncio.sleep(0.3)
+                assert len(told) == 2
+                os.kill(server.pid, signal.SIGKILL)
+                while len(told) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            watching.cancel()
+            await asyncio.wait({watching})
+            store = tmp_path / "store"
+            assert told[0] == (
+                f"nats-server can't write to its store in {store} any more (write 1.blk: no space), where 0 bytes are "
+                f"free; it is started again once there are {server_module.MIN_FREE_BYTES}: make room"
+            )
+            assert told[1] == f"{1 << 30} bytes are free in {store}; starting nats-server again on port {port}"
+            assert told[2].startswith("nats-server ended with status -9")
+
+    asyncio.run(scenario())
+
+
 def test_a_server_whose_temporary_folder_was_removed_comes_back_if_it_kept_nothing_there(tmp_path: Path) -> None:
     """A cleaner of /tmp takes what is old. The store of its own goes with it, which is said, and never made empty."""
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rlbus._json_body import BodyError, read_json
+from rlbus._seconds import read_seconds
 from rlbus.errors import RLBusError, error_from_fault
 from rlbus.schemas import (
     QUERY_ROUTES,
@@ -324,12 +325,10 @@ def _seconds(request: Request, name: str, default: float) -> float:
     text = request.headers.get(name)
     if text is None:
         return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= MAX_LIMIT_S:
-        raise CallError(400, "Invalid header", f"{name}: use seconds above 0 and at most {MAX_LIMIT_S:g}")
+    value = read_seconds(text, MAX_LIMIT_S)
+    if value is None:
+        problem = f"{name}: use seconds above 0 and at most {MAX_LIMIT_S:g}, as plain digits such as 60 or 0.5"
+        raise CallError(400, "Invalid header", problem)
     return value
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rlbus.__main__ import main
+from rlbus.cli.interrupts import Interrupts
 from rlbus.cli.options import target_of, version_of
 from rlbus.cli.output import ExitCode, Output, age, aligned, exit_code_of_error, exit_code_of_report, progress_text
 from rlbus.cli.views import lora_text, present, show_history, show_report, show_status, warnings_of
@@ -436,6 +437,7 @@ def test_an_exit_of_a_library_is_one_of_the_command(
         raise SystemExit(status)
 
     monkeypatch.setattr("rlbus.cli.app.main", leave)
+    monkeypatch.setattr("rlbus.__main__.interrupts", Interrupts())
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as caught:

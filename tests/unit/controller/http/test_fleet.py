@@ -423,6 +423,7 @@ def test_a_body_without_a_length_is_bounded_too() -> None:
         ("x-rlbus-lease-s", "nan"),
         ("x-rlbus-lease-s", "inf"),
         ("x-rlbus-lease-s", "soon"),
+        ("x-rlbus-lease-s", "1_0"),
         ("x-rlbus-limit-s", "1e9"),
         ("x-rlbus-caller", "x" * 129),
         ("x-rlbus-caller", ""),

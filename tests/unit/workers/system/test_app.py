@@ -336,6 +336,7 @@ def test_callers_may_say_who_they_are_and_for_how_long() -> None:
         ("x_rlbus_caller", ""),
         ("x_rlbus_lease_s", "nan"),
         ("x_rlbus_lease_s", "0"),
+        ("x_rlbus_lease_s", "1_0"),
         ("x_rlbus_limit_s", "inf"),
         ("x_rlbus_limit_s", "soon"),
     ],
