@@ -45,7 +45,7 @@ class Hung:
         ("rlbus.lora_verbs.adapter_sum", {"shared": True}),
         ("rlbus.adapter_objects.adapter_sum", {}),
         ("rlbus.adapter_objects._size_of", {}),
-        ("pathlib.Path.open", {}),
+        ("rlbus.adapter_objects.open_file", {}),
         ("rlbus.transfer.adapter_folder.write_adapter", {"config": {"r": 8}}),
     ],
 )
