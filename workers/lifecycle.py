@@ -279,8 +279,9 @@ def _started(state: WorkerState) -> WorkerState:
     """From here on the engine may change. A session opens with the weights still as they were."""
     assert state.running is not None
     match state.running.body:
-        case InitGroup():
-            return replace(state, epoch=None)
+        case InitGroup(plan=plan):
+            # Also if the join fails: a command to join the one before it may still be on its way.
+            return replace(state, epoch=None, newest_epoch=plan.epoch, epoch_term=state.term)
         case ReceiveWeights() as body:
             before = weights_of(state, body.is_draft)
             session = Session(body.update_op_id, body.version, before, is_draft=body.is_draft)
@@ -391,7 +392,7 @@ def _flushed(state: WorkerState, body: FlushCache, event: Ended) -> WorkerState:
 
 
 def _joined(state: WorkerState, body: InitGroup, event: Ended) -> WorkerState:
-    return replace(state, epoch=body.plan.epoch, newest_epoch=body.plan.epoch, epoch_term=state.term)
+    return replace(state, epoch=body.plan.epoch)
 
 
 def _left(state: WorkerState, body: DestroyGroup, event: Ended) -> WorkerState:

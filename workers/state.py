@@ -140,7 +140,7 @@ class WorkerState:
     pause: PauseView | None = None
     # None: not paused, or an explicit hold.
     lease: Lease | None = None
-    # Process group that the worker is in; the newest one that it was ever in, and the term in which that was formed.
+    # Process group that the worker is in; the newest one that it ever began to join, and the term of that one.
     epoch: int | None = None
     newest_epoch: int | None = None
     epoch_term: int = 0

@@ -465,6 +465,15 @@ def test_group_is_left_while_the_next_is_joined_and_after_destroy() -> None:
     assert decide(READY, GroupLeft())[0].epoch is None
 
 
+def test_a_late_command_to_join_is_refused_after_a_newer_join_that_failed() -> None:
+    """The controller gave that group up before it asked for the newer one (seeds 523 and 3555 of the simulation)."""
+    begun = running(FRESH, InitGroup(plan=plan(5)))
+    failed, _ = decide(begun, Ended("op", NOW, fault=Fault(code=FaultCode.GROUP_FAILED, message="drawn")))
+    assert (failed.epoch, failed.newest_epoch) == (None, 5)
+    assert refusal(replace(failed, running=None), arrived(InitGroup(plan=plan(4)))) is FaultCode.STALE_EPOCH
+    assert refusal(replace(failed, running=None), arrived(InitGroup(plan=plan(6)))) is None
+
+
 @pytest.mark.parametrize(("op_id", "is_kept"), [("u", False), ("w", True)])
 def test_abort_drops_only_what_was_prepared_for_its_update(op_id: str, is_kept: bool) -> None:
     """Ops of an update carry its op_id as their beginning."""
