@@ -59,9 +59,10 @@ def test_ctrl_c_in_a_verb_ends_with_130_and_its_op_is_taken_back(
         finally:
             worker.popen.send_signal(signal.SIGCONT)
         until_idle(url)
-        if code != 130:
+        if code == 1 and "Traceback" not in stderr:  # the exit code of a report that isn't ok
             until_all_run(url)
             raise TooLateError(f"the op was given up before it was interrupted: {code}, {stderr}")
+        assert code == 130, stderr
         in_time("the end", took_s, ENDS_S)
         return stderr
 
