@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+# The same examples in every run, however slow the machine: what a run finds, the next finds, too. Others are drawn with
+# `--hypothesis-profile=default`.
+settings.register_profile(
+    "rlbus", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("rlbus")
 
 ENGINES = {path.stem.removeprefix("cases_") for path in Path(__file__).parent.glob("engines/cases_*.py")}
 

@@ -136,7 +136,15 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
         loras = dynamo.lora_options(_MAX_LORAS + 1)  # the last place has to stay empty on a CPU
         worker, url = fleet.start_worker(*transfer, *loras, env=dynamo.LORA_ENV)
         await asyncio.to_thread(fleet.until_listed, worker, url)
-        (listed,) = parse_answer({"protocol_version": 1, "workers": fleet.listed()}).workers
+        workers: list[Any] = []
+
+        def is_listed() -> bool:
+            # A probe misses a busy worker now and then.
+            workers[:] = parse_answer({"protocol_version": 1, "workers": fleet.listed()}).workers
+            return len(workers) == 1
+
+        await asyncio.to_thread(worker.until, is_listed)
+        (listed,) = workers
         plane = TorchPlane("gloo")
         engine = DynamoEngine(listed, Peer.of(url), EngineOptions(run_dir=str(folder), max_loras=_MAX_LORAS))
         try:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from rlbus.errors import TransferError
 from rlbus.schemas import GroupPlan, RankSpan, TensorSpec, TensorSum, Version
@@ -147,12 +148,14 @@ async def _open(folder: Path) -> AsyncIterator[_Opened]:
     # Tests write checkpoints into folders beside this one.
     engine = TorchEngine(make_tiny_model(folder / "model"), num_ranks=NUM_RANKS, roots=(folder.parent,))
     plane = TorchPlane("gloo")
-    try:
-        await engine.start()
-        yield _Opened(engine, plane, folder)
-    finally:
-        await plane.aclose()
-        await engine.aclose()
+    # A rank that stands still for seconds on a slow machine isn't given up: what is stuck here is ended by a call.
+    with mock.patch.multiple("rlbus.workers.engines.torch_ranks", SETTLE_S=60.0, RELEASE_S=60.0, CANCEL_S=60.0):
+        try:
+            await engine.start()
+            yield _Opened(engine, plane, folder)
+        finally:
+            await plane.aclose()
+            await engine.aclose()
 
 
 CASE = EngineCase(name="torch", open=_open, requires=("torch", "safetensors"), long_tokens=300, limit_s=LIMIT_S)

@@ -22,7 +22,7 @@ from rlbus.workers.engines.fake import FakeEngine
 from rlbus.workers.engines.found import Found
 from tests.engines import cases_vllm_grpc, cases_vllm_http
 from tests.engines.cases_fake import OpenedFake
-from tests.engines.cases_vllm import ENV, MAX_TOKENS, OpenedVllm, end
+from tests.engines.cases_vllm import ENV, LIMIT_S, MAX_TOKENS, OpenedVllm, end
 from tests.engines.cases_vllm_grpc import OpenedGrpc
 from tests.engines.cases_vllm_http import OpenedHttp
 
@@ -277,8 +277,8 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 CASES = (
     EngineCase(name="fake", open=_open_fake, loop_factory=new_loop, takes_other_dtypes=False),
-    EngineCase(name="vllm", open=_open_vllm, requires=("vllm",), open_s=240.0),
-    EngineCase(name="vllm_http", open=_open_http, requires=("vllm",), open_s=300.0),
+    EngineCase(name="vllm", open=_open_vllm, requires=("vllm",), open_s=240.0, limit_s=LIMIT_S),
+    EngineCase(name="vllm_http", open=_open_http, requires=("vllm",), open_s=300.0, limit_s=LIMIT_S),
     EngineCase(
         name="vllm_grpc",
         open=_open_grpc,
@@ -286,6 +286,6 @@ CASES = (
         is_peer=True,
         missing=cases_vllm_grpc.missing,
         open_s=300.0,
-        limit_s=110.0,
+        limit_s=LIMIT_S,
     ),
 )

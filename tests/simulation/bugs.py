@@ -159,11 +159,11 @@ def _leave_one_out(stack: contextlib.ExitStack) -> None:
 BUGS = {
     "admit-whatever-weights": Bug("I1", "workers are admitted whatever their weights are", 0, _admit_whatever_weights),
     "verify-nothing": Bug("I2", "checksums of a transfer aren't compared", 135, _verify_nothing),
-    "resume-on-old-caches": Bug("I2", "a resume doesn't flush what is owed", 8, _resume_on_old_caches),
+    "resume-on-old-caches": Bug("I2", "a resume doesn't flush what is owed", 10, _resume_on_old_caches),
     "bury-the-living": Bug("I3", "a worker that was silent once is dead for ever", 12, _bury_the_living),
     "forget-what-ended": Bug("I4", "a worker's journal forgets ended ops", 9, _forget_what_ended),
     "leave-one-out": Bug("I4", "a report lacks one of its workers", 0, _leave_one_out),
-    "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 354, _obey_old_terms),
+    "obey-old-terms": Bug("I5", "a worker obeys a controller that was replaced", 470, _obey_old_terms),
     "act-without-the-lease": Bug("I5", "a leader speaks on when its lease is over", 7, _act_without_the_lease),
     "obey-what-expired": Bug("I5", "a worker obeys a command that came too late", 9, _obey_what_expired),
     "admit-who-is-caught-up": Bug("I1", "who is being caught up is admitted at once", 0, _admit_who_is_caught_up),

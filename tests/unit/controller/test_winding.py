@@ -84,7 +84,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     events=EVENTS,
     require=st.sampled_from([None, 1, 2]),

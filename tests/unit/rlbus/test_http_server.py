@@ -54,7 +54,7 @@ def test_an_address_that_is_not_ours_is_blamed_on_the_host() -> None:
         _bind("192.0.2.1", 0)
     assert (caught.value.name, caught.value.value) == ("host", "192.0.2.1")
     with pytest.raises(ConfigError) as caught:
-        _bind("999.1.1.1", 0)
+        _bind("[::1", 0)
     assert caught.value.name == "host"
     taken = _bind("127.0.0.1", 0)
     with taken, pytest.raises(ConfigError, match=r"can't listen on 127\.0\.0\.1") as caught:

@@ -93,6 +93,7 @@ class Keeper:
             if num_read == len(SPECS):
                 assert next(reader, None) is None
         asyncio.run(self.snapshots.settle(request, source, SPECS, status))
+        until_written()
         return names
 
     def kept(self) -> list[int]:

@@ -139,12 +139,13 @@ class Controller:
         update, reply = self._update
         if signal.step is SenderStep.ALIVE and signal.epoch:
             self.is_sending.set()
+        if signal.step is SenderStep.JOINED:
+            # Each time: a trainer that stood still has an inbox of its own for every time that it asks.
+            self._bus.publish(reply, OpProgress(op_id=update.op_id, phase="transfer"))
+            self._bus.publish(reply, SendTask(op_id=update.op_id, epoch=1, version=update.version))
         if (update.op_id, signal.step) in self._heard:
             return  # its answer came late
         self._heard.add((update.op_id, signal.step))
-        if signal.step is SenderStep.JOINED:
-            self._bus.publish(reply, OpProgress(op_id=update.op_id, phase="transfer"))
-            self._bus.publish(reply, SendTask(op_id=update.op_id, epoch=1, version=update.version))
         if signal.step is SenderStep.SENT:
             report = Report(
                 op_id=update.op_id,

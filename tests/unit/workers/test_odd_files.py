@@ -27,7 +27,7 @@ from rlbus.workers.torch_lm.model import ModelConfig
 pytestmark = pytest.mark.unit
 
 # From then on somebody writes into the pipe, so that a test which waits for that fails, and doesn't hang.
-RESCUE_S = 20.0
+RESCUE_S = 120.0
 REFUSED = (CheckpointError, AdapterError, ConfigError, FaultError, OSError)
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
 

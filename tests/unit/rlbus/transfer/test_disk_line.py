@@ -69,6 +69,7 @@ def test_a_job_of_its_own_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> 
     line, hung = DiskLine(), Hung()
 
     def slow() -> None:
+        time.sleep(0.05)  # the other thread sees that it has begun
         with monkeypatch.context() as patch:
             patch.setattr(disk_line, "FULL_LIMIT_S", 0.0)
             time.sleep(0.05)

@@ -189,14 +189,18 @@ def test_no_garbled_header_is_taken_that_safetensors_refuses(content: bytes) -> 
     """And what both take is the same."""
     try:
         theirs: dict[str, torch.Tensor] | None = load(content)
-    except (SafetensorError, KeyError, AttributeError, TypeError, RuntimeError):  # it has no name for some dtypes
+    except (KeyError, AttributeError, TypeError):  # it took the header, but has no name for some dtypes
+        return
+    except (SafetensorError, RuntimeError):
         theirs = None
     (length,) = LENGTH.unpack(content[: LENGTH.size].ljust(LENGTH.size, b"\0"))
     header = content[LENGTH.size : LENGTH.size + length]
     try:
         ours = entries_of(header, len(content))
-    except FormatError:
-        assert theirs is None or "F4" in str(header) or raws(theirs) == raws(SMALL), theirs
+    except FormatError as exc:
+        # It counts no bytes of a tensor that has none, however large its other sides are.
+        is_meant = "F4" in str(header) or "no memory holds" in str(exc)
+        assert theirs is None or is_meant or raws(theirs) == raws(SMALL), theirs
         return
     assert theirs is not None, ours
     assert {entry.spec.name: entry.spec.shape for entry in ours} == {name: tuple(t.shape) for name, t in theirs.items()}
