@@ -339,8 +339,11 @@ class EngineCall:
         Cancel: the task may go on; its owner ends it.
         """
         if release is not None:
-            ends = asyncio.wait({self.task}, timeout=release_s)
-            await asyncio.gather(within(release(), release_s, cancel_s, "releasing a stuck transfer"), ends)
+
+            async def let_go() -> None:  # here and not before, since what is cancelled before it began never calls it
+                await within(release(), release_s, cancel_s, "releasing a stuck transfer")
+
+            await asyncio.gather(let_go(), asyncio.wait({self.task}, timeout=release_s))
         if not self.task.done():
             self.task.cancel()
             await asyncio.wait({self.task}, timeout=cancel_s)
