@@ -37,7 +37,9 @@ class DynamoFleet:
     """The workers of `/v1/rl/workers`, each called through `POST <system_url>/engine/<route>`."""
 
     def __init__(self, http_url: str) -> None:
-        self._discovery = httpx.AsyncClient(base_url=http_url, headers=headers("RLBUS_HTTP_TOKEN"), trust_env=False)
+        self._discovery = httpx.AsyncClient(
+            base_url=http_url, headers=headers("RLBUS_HTTP_TOKEN"), timeout=READY_S, trust_env=False
+        )
         self._admin = httpx.AsyncClient(headers=headers("RLBUS_SYSTEM_TOKEN"), timeout=REFIT_S, trust_env=False)
         self.workers: list[dict[str, Any]] = []
 

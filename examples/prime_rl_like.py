@@ -40,11 +40,10 @@ class AdminPlane:
         """Every worker of the list, once nobody in it has an error and `model` is served."""
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.HTTPStatusError):  # 503: nobody leads yet
-                workers: list[dict[str, Any]] = self._get("/v1/rl/workers")["workers"]
-                served = {entry["id"] for entry in self._get("/v1/models")["data"]}
-                if workers and model in served and not any("error" in worker for worker in workers):
-                    return workers
+            workers: list[dict[str, Any]] = self._get("/v1/rl/workers")["workers"]
+            served = {entry["id"] for entry in self._get("/v1/models")["data"]}
+            if workers and model in served and not any("error" in worker for worker in workers):
+                return workers
             time.sleep(0.5)
         raise TimeoutError(f"the fleet isn't complete after {READY_S:g} s")
 
@@ -68,10 +67,22 @@ class AdminPlane:
         return 0 if version == "default" else int(version.rpartition(".")[2])
 
     def _get(self, path: str) -> Any:
-        return self._client.get(path).raise_for_status().json()
+        return self._ask("GET", path).json()
 
     def _post(self, path: str, **options: Any) -> httpx.Response:
-        return self._client.post(path, **options).raise_for_status()
+        return self._ask("POST", path, **options)
+
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """As prime-rl, ask again after 503, with which what passes by itself is told: nobody leads at the moment, say.
+
+        What a call has begun, the next one joins.
+        """
+        deadline = time.monotonic() + READY_S
+        while True:
+            answer = self._client.request(method, path, **options)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() >= deadline:
+                return answer.raise_for_status()
+            time.sleep(0.5)
 
 
 def rollout(url: str, seed: int) -> str:

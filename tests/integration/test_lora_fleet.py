@@ -123,7 +123,10 @@ async def fleet_of(adapters: Adapters, tmp_path: Path, settings: Settings | None
         server = await stack.enter_async_context(EmbeddedServer())
         stop, ready = asyncio.Event(), asyncio.Event()
         config = BusConfig(url=server.url)
-        serving = asyncio.create_task(serve(config, settings=settings, stop=stop, on_ready=lambda _: ready.set()))
+        # Without a lease: engines and tests share its process, which they may keep longer than a lease lives.
+        serving = asyncio.create_task(
+            serve(config, settings=settings, stop=stop, on_ready=lambda _: ready.set(), is_single=True)
+        )
 
         async def end() -> None:
             stop.set()

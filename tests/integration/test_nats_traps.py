@@ -384,7 +384,6 @@ def test_a_frozen_server_with_full_buffers_is_noticed_and_what_waits_is_never_de
             await transport.barrier(LIMIT_S)
             transport.publish("bulk.77777", b"")
             await until(lambda: 77777 in numbers)
-            assert numbers[-1] == 77777
             assert len(numbers) < len(sent)
 
     run(scenario)

@@ -45,6 +45,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that stands still as its call is given up isn't killed so soon: that would make the engine a dead one."""
+    monkeypatch.setattr("rlbus.workers.engines.torch_ranks.RELEASE_S", LIMIT_S)
+
+
 class Fleet:
     """An engine and a trainer."""
 
@@ -237,7 +243,7 @@ def test_weights_that_run_or_lie_elsewhere_are_not_changed(models: Path, tmp_pat
     run(models, 2, check)
 
 
-def test_sender_that_never_comes_ends_the_join_in_time(models: Path) -> None:
+def test_sender_that_never_comes_ends_the_join_in_time(models: Path, patience: None) -> None:
     """SCENARIOS 23: bounded by the plan, naming who is missing; the next group can be formed."""
 
     async def check(fleet: Fleet) -> None:
@@ -252,7 +258,7 @@ def test_sender_that_never_comes_ends_the_join_in_time(models: Path) -> None:
     run(models, 2, check)
 
 
-def test_cancelled_join_leaves_no_group_behind(models: Path) -> None:
+def test_cancelled_join_leaves_no_group_behind(models: Path, patience: None) -> None:
     """At once, and the next one can be formed."""
 
     async def check(fleet: Fleet) -> None:

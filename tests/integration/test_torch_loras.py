@@ -15,11 +15,13 @@ from rlbus.workers.engines.torch_engine import TorchEngine
 from rlbus.workers.torch_lm.generate import UnknownModelError
 from rlbus.workers.torch_lm.make import make_tiny_adapter, make_tiny_model, merge_tiny_adapter
 from rlbus.workers.torch_lm.sampling import Sampling
+from tests.tries import TooLateError, best_of
 
 pytestmark = pytest.mark.integration
 
 GREEDY = Sampling(max_tokens=16, temperature=0.0, ignores_eos=True)
 PROMPT = tuple(range(10, 60))
+NUM_LONG = 300
 LIMIT_S = 180.0
 
 
@@ -122,7 +124,7 @@ def test_hot_swap_lets_requests_go_on_with_the_new_revision_computed_anew(tmp_pa
             num_tokens += 1
             begun.set()
 
-        long = Sampling(max_tokens=300, temperature=0.0, ignores_eos=True)
+        long = Sampling(max_tokens=NUM_LONG, temperature=0.0, ignores_eos=True)
         running = asyncio.ensure_future(engine.generate(PROMPT, long, adapter="policy", on_token=on_token))
         await begun.wait()
         await engine.pause(PauseMode.KEEP, clear_cache=False)
@@ -130,6 +132,8 @@ def test_hot_swap_lets_requests_go_on_with_the_new_revision_computed_anew(tmp_pa
         while cut != num_tokens:  # what had been generated is told
             cut = num_tokens
             await asyncio.sleep(0.2)
+        if cut + GREEDY.max_tokens > NUM_LONG:
+            raise TooLateError(f"{cut} tokens had been generated before the pause")
         await engine.load_lora("policy", 2, adapters[1], replaces=1)
         await engine.resume()
         tokens = (await running).tokens
@@ -137,9 +141,9 @@ def test_hot_swap_lets_requests_go_on_with_the_new_revision_computed_anew(tmp_pa
             await greedy(engine, "policy@1")
         assert await greedy(engine, "policy@2") == expected[1]
         after = await engine.generate((*PROMPT, *tokens[:cut]), GREEDY, adapter="policy@2")
-        assert after.tokens == tokens[cut : cut + 16]
+        assert after.tokens == tokens[cut : cut + GREEDY.max_tokens]
 
-    play(scenario, model)
+    best_of(lambda: play(scenario, model))
 
 
 def test_adapter_stays_over_a_reload_of_the_base_model(tmp_path: Path) -> None:

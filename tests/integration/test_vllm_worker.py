@@ -1,6 +1,7 @@
 """`rlbus worker vllm` with a real vLLM: a dead server, a dead engine and a stopped engine each end in a new start."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -53,7 +54,11 @@ def engine_of(supervisor: int) -> list[int]:
 
 def core_of(pids: list[int]) -> int:
     """The EngineCore among a server's processes: vLLM names it so."""
-    return next(pid for pid in pids if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text())
+    for pid in pids:
+        with contextlib.suppress(OSError):  # what the server runs for a moment may be gone
+            if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+    raise AssertionError(f"no process of {pids} is an EngineCore")
 
 
 def test_stopped_engine_dead_engine_and_dead_server_are_seen_and_replaced(tmp_path: Path) -> None:
@@ -92,7 +97,7 @@ def test_stopped_engine_dead_engine_and_dead_server_are_seen_and_replaced(tmp_pa
             await until(lambda: heard[-1].boot_id != boot_id)
             assert heard[-1].status.weights.state is WeightsState.UNKNOWN
             assert all(is_gone(pid) for pid in old)
-            assert len(engine_of(process.pid)) == len(old)
+            await until(lambda: len(engine_of(process.pid)) == len(old))
             in_time("seeing it", took_s, SEEN_S)
 
         def num_times(words: str) -> int:
@@ -103,7 +108,7 @@ def test_stopped_engine_dead_engine_and_dead_server_are_seen_and_replaced(tmp_pa
             (signal.SIGSTOP, "its engine was stopped by a signal"),
             (signal.SIGKILL, "the engine died"),
         ):
-            await best_of_async(partial(replaced, number, words), 2)
+            await best_of_async(partial(replaced, number, words))
         old = engine_of(process.pid)
         os.kill(old[0], signal.SIGKILL)
         await until(lambda: all(is_gone(pid) for pid in old))
