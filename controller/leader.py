@@ -8,13 +8,14 @@ confirmed, which is before the store lets anybody else in.
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlbus._clock import Clock
-from rlbus._kv import Kv
+from rlbus._kv import Entry, Kv
 from rlbus.codec import decode, encode
 from rlbus.errors import BrokenError, ConflictError, DeadlineError, DecodeError
 from rlbus.schemas import Lease, TermMark
@@ -34,6 +35,8 @@ STEP_DOWN_S = 2.2
 POLL_S = 0.2
 # Before a renewal that failed is tried again.
 RETRY_S = 0.2
+# How often whoever must be alone asks a store that doesn't answer who leads: for 6 s in all.
+LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +210,22 @@ async def leader_of(kv: Kv) -> Lease | None:
     Cancel: leaves nothing.
     """
     try:
-        if await kv.get(LEASE_KEY) is None:
+        if await _patiently(kv) is None:
             return None
         await asyncio.sleep(TTL_S + POLL_S)
-        there = await kv.get(LEASE_KEY)
+        there = await _patiently(kv)
     except (BrokenError, DeadlineError) as exc:
         _log.info("no leader is found: %s", exc)
         return None
     return None if there is None else decode(there.value, Lease, LEASE_KEY)
+
+
+async def _patiently(kv: Kv) -> Entry | None:
+    """The lease; one answer that is late must not count as that nobody leads. Raises: as `Kv.get`."""
+    for _ in range(LOOKS - 1):
+        with contextlib.suppress(DeadlineError):
+            return await kv.get(LEASE_KEY)
+    return await kv.get(LEASE_KEY)
 
 
 def _taken(value: bytes) -> int:

@@ -49,7 +49,8 @@ class Patience:
 
     `silence_s`: without any reply, then the request is sent again (the controller speaks at least every second). Before
     the first reply it begins with `first_silence_s` and doubles: a controller that doesn't lead says nothing.
-    `first_answer_s`: until the first reply; `lost_s`: since the last one, when the controller had spoken before.
+    `first_answer_s`: until the first reply; `lost_s`: since the last one, when the controller had spoken before, or
+    since our connection was back: a controller that couldn't be heard isn't gone.
     `grace_s`: beyond the request's deadline, in which the controller finishes or undoes what was begun (at most 90 s,
     see rlbus.controller.limits; it tells progress all the while). `retry_s`: between two sends.
     `nobody_s`: that nobody listens before the first reply, for programs that outlive a controller; a person is told at
@@ -150,7 +151,7 @@ async def converse(
     _check_numbers(request)
     loop = asyncio.get_running_loop()
     wait = _Wait(bus, namespace, request, patience, started=loop.time())
-    async with _saying_alive(bus, namespace, request):
+    async with _saying_alive(bus, namespace, request), _watching(wait):
         while True:
             try:
                 last = await _attempt(wait, on_reply)
@@ -163,6 +164,22 @@ async def converse(
             if isinstance(last, Refusal):
                 raise error_of_refusal(last, request)
             return last
+
+
+@contextlib.asynccontextmanager
+async def _watching(wait: "_Wait") -> AsyncIterator[None]:
+    """While inside, `wait` knows when our connection came back."""
+    loop = asyncio.get_running_loop()
+
+    def on_change(is_connected: bool) -> None:
+        if is_connected:
+            wait.back_at = loop.time()
+
+    unwatch = wait.bus.watch_connection(on_change)
+    try:
+        yield
+    finally:
+        unwatch()
 
 
 @contextlib.asynccontextmanager
@@ -209,29 +226,44 @@ async def ask(bus: Bus, namespace: str, request: ControlRequest, *, limit_s: flo
         raise error_of_refusal(reply, request)
 
 
-async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> bool:
-    """Ask the controller to end `op_id`, for whoever no longer waits for it; whether it said that it will.
+async def cancel_op(bus: Bus, namespace: str, request: CancelOp, *, most_silence_s: float) -> None:
+    """Ask the controller to end an op, again while we are disconnected, or nobody leads, within the request's deadline.
+    A silence is borne for CANCEL_SILENCE_S at first, and longer each time, up to `most_silence_s`.
 
-    Within CANCEL_LIMIT_S the request is repeated while we are disconnected, or nobody leads. That nobody takes it is no
-    error here: the caller is leaving, with an error of its own.
+    Raises: as `ask`. FaultError: also of an op that has ended by a request of ours whose answer was lost.
     Cancel: the request may have been taken.
     """
     loop = asyncio.get_running_loop()
-    request = CancelOp(op_id=bus.new_id(), deadline_s=CANCEL_LIMIT_S, caller=caller, of_op_id=op_id)
-    until_s = loop.time() + CANCEL_LIMIT_S
-    while (left_s := until_s - loop.time()) > 0:
+    _check_numbers(request)
+    until_s = loop.time() + request.deadline_s
+    for silence_s in silences(CANCEL_SILENCE_S, most_silence_s):
         try:
-            await ask(bus, namespace, request, limit_s=min(CANCEL_SILENCE_S, left_s))
-            return True
-        except DeadlineError:
-            continue
+            await ask(bus, namespace, request, limit_s=min(silence_s, until_s - loop.time()))
+        except DeadlineError as exc:
+            if loop.time() >= until_s:
+                problem = f"the controller of namespace {namespace} doesn't answer"
+                raise DeadlineError(op_name(request), request.deadline_s, problem) from exc
         except BrokenError:
-            if bus.transport.is_connected:  # nobody is there to run it
-                return False
-        except RLBusError:  # it has ended, or never began
-            return False
-        await asyncio.sleep(min(CANCEL_RETRY_S, max(0.0, until_s - loop.time())))
-    return False
+            is_nobody_there = bus.transport.is_connected
+            if is_nobody_there or until_s - loop.time() <= CANCEL_RETRY_S:
+                raise
+            await asyncio.sleep(CANCEL_RETRY_S)
+        else:
+            return
+
+
+async def take_back(bus: Bus, namespace: str, op_id: str, caller: str) -> bool:
+    """Ask the controller to end `op_id`, for whoever no longer waits for it; whether it said that it will.
+
+    Within CANCEL_LIMIT_S. That nobody takes it is no error here: the caller is leaving, with an error of its own.
+    Cancel: the request may have been taken.
+    """
+    request = CancelOp(op_id=bus.new_id(), deadline_s=CANCEL_LIMIT_S, caller=caller, of_op_id=op_id)
+    try:
+        await cancel_op(bus, namespace, request, most_silence_s=CANCEL_SILENCE_S)
+    except RLBusError:  # silent, nobody is there, or it has ended, or never began
+        return False
+    return True
 
 
 def goes_on(request: ControlRequest) -> bool:
@@ -266,6 +298,8 @@ class _Wait:
     patience: Patience
     started: float
     heard_at: float | None = None
+    # When our connection last came back, in loop time.
+    back_at: float = -math.inf
     silences: Iterator[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -318,7 +352,7 @@ class _Wait:
             return None
         if now >= self.end:
             return DeadlineError(op, deadline_s, f"op {self.request.op_id} may still run; last: {exc}")
-        if now - self.heard_at >= self.patience.lost_s:
+        if now - max(self.heard_at, self.back_at) >= self.patience.lost_s:
             problem = f"went away while op {self.request.op_id} ({op}) ran; its outcome is unknown"
             return BrokenError(f"controller of namespace {self.namespace}", problem)
         return None

@@ -15,7 +15,7 @@ from rlbus._conversation import (
     DEFAULT_PATIENCE,
     Patience,
     ProgressHandler,
-    ask,
+    cancel_op,
     converse,
     fate_of,
     goes_on,
@@ -412,12 +412,15 @@ class FleetClient(LoraVerbs):
     async def cancel(self, op_id: str, *, deadline_s: float = QUESTION_DEADLINE_S) -> None:
         """Take an op back. It ends like any other failure, and its report goes to who asked for it.
 
+        Sent again while no answer comes.
+
         Raises:
-            RefusedError: no such op (`unknown_op`). DeadlineError, BrokenError: see pause.
+            RefusedError: no such op (`unknown_op`), or it has ended by now, maybe by this call (a lost answer).
+            DeadlineError: no answer in that time. BrokenError: nobody listens, or we are disconnected all the time.
         Cancel: the request may have been taken.
         """
         request = CancelOp(op_id=self.bus.new_id(), deadline_s=deadline_s, caller=self.caller, of_op_id=op_id)
-        await ask(self.bus, self.namespace, request, limit_s=deadline_s)
+        await cancel_op(self.bus, self.namespace, request, most_silence_s=DEFAULT_PATIENCE.silence_s)
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[EventStream]:

@@ -2,11 +2,7 @@
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,12 +12,26 @@ import pytest
 from rlbus import subjects
 from rlbus.bus import Bus
 from rlbus.client import FleetClient
+from rlbus.codec import decode
 from rlbus.config import BusConfig
-from rlbus.connecting import connect_bus
-from rlbus.errors import RLBusError
-from rlbus.schemas import Command, CommandRefused, FaultCode, FleetView, Generation, GetFleet, OpStatus, PauseGeneration
+from rlbus.connecting import connect_bus, kv_there
+from rlbus.controller.leader import LEASE_KEY
+from rlbus.errors import BrokenError, DeadlineError, RLBusError
+from rlbus.schemas import (
+    Command,
+    CommandRefused,
+    FaultCode,
+    FleetView,
+    Generation,
+    GetFleet,
+    Lease,
+    OpStatus,
+    PauseGeneration,
+)
 from rlbus.server import EmbeddedServer
-from tests.tries import TRIES
+from tests.integration import commands
+from tests.integration.commands import played
+from tests.tries import TRIES, TooLateError
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
@@ -33,42 +43,25 @@ RELEASED_S = 2.5
 LIMIT_S = 90.0
 
 
-class Process:
-    """One `rlbus` process; `document` is what it said when it was there."""
+class Process(commands.Process):
+    """One `rlbus` process of this fleet."""
 
     def __init__(self, url: str, *argv: str) -> None:
-        env = {name: text for name, text in os.environ.items() if not name.startswith("RLBUS_")}
-        env |= {"RLBUS_NAMESPACE": NAMESPACE, "RLBUS_URL": url}
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "rlbus", *argv, "--json"],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        super().__init__(*argv, "--json", RLBUS_NAMESPACE=NAMESPACE, RLBUS_URL=url)
 
-    async def document(self) -> Any:
-        """Wait for it."""
-        assert self.popen.stdout is not None
+    async def there(self) -> Any:
+        """Wait until it says that it is there; what it says."""
         async with asyncio.timeout(LIMIT_S):
-            return json.loads(await asyncio.to_thread(self.popen.stdout.readline))
+            return await asyncio.to_thread(self.document)
 
     def send(self, number: signal.Signals) -> float:
         """Send a signal; when."""
         self.popen.send_signal(number)
         return time.monotonic()
 
-    def end(self) -> str:
-        """Kill it; what was on stderr."""
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGCONT)
-            self.popen.kill()
-        return self.popen.communicate(timeout=LIMIT_S)[1]
-
 
 class Stage:
-    """A server, two controllers of which the first leads, and two workers."""
+    """A server, two controllers, and two workers."""
 
     def __init__(self, server: EmbeddedServer, bus: Bus) -> None:
         self.server = server
@@ -80,7 +73,34 @@ class Stage:
         """Start one process and wait until it says that it is there."""
         process = Process(self.server.url, *argv)
         self.processes.append(process)
-        return process, await process.document()
+        return process, await process.there()
+
+    async def leader(self) -> tuple[Process, int]:
+        """Who leads at this moment, and its term: whoever stood still has lost the lease to the other."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                holder, view = await self._holder(), await self.client.status(deadline_s=LIMIT_S)
+                if await self._holder() is holder:
+                    return holder, view.term
+
+    async def _holder(self) -> Process:
+        kv = kv_there(self.bus, NAMESPACE)
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while True:
+                    with contextlib.suppress(BrokenError, DeadlineError):
+                        there = await kv.get(LEASE_KEY)
+                        if there is not None:
+                            lease: Lease = decode(there.value, Lease, LEASE_KEY)
+                            pid = int(lease.name.rpartition("/")[2])
+                            return next(process for process in self.processes if process.popen.pid == pid)
+                    await asyncio.sleep(0.02)
+        finally:
+            kv.close()
+
+    async def everybody(self) -> FleetView:
+        """The fleet, once both workers are there: a new leader finds them within moments."""
+        return await self.client.wait_ready(num_workers=2, deadline_s=LIMIT_S)
 
     async def term_above(self, term: int) -> float:
         """Until a leader of a higher term answers; when."""
@@ -99,20 +119,22 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def stage_of_two() -> AsyncIterator[tuple[Stage, Process, Process]]:
-    async with EmbeddedServer() as server, await connect_bus(BusConfig(url=server.url), name="test") as bus:
+    async with (
+        EmbeddedServer() as server,
+        await connect_bus(BusConfig(url=server.url, connect_s=LIMIT_S), name="test") as bus,
+    ):
         stage = Stage(server, bus)
         try:
             first, said = await stage.start("controller")
             assert said["role"] == "leader"
-            second, said = await stage.start("controller")
-            assert said["role"] == "standby"
+            second, _ = await stage.start("controller")
             for instance_id in ("1", "2"):
                 await stage.start("worker", "fake", "--instance-id", instance_id)
-            await stage.client.wait_ready(num_workers=2, deadline_s=LIMIT_S)
+            await stage.everybody()
             yield stage, first, second
         finally:
             for process in stage.processes:
-                process.end()
+                process.kill()
 
 
 def has_kept(took_s: list[float], bound_s: float) -> bool:
@@ -127,22 +149,22 @@ def test_a_standby_serves_in_under_5_s_after_sigkill_of_the_leader(capsys: pytes
         took_s: list[float] = []
         async with stage_of_two() as (stage, first, second):
             await stage.client.pause(op_id="p1")
-            leader, standby = first, [second]
+            controllers = [first, second]
             while not has_kept(took_s, FAILOVER_S):
-                if not standby:
-                    standby.append((await stage.start("controller"))[0])
-                before = await stage.client.status()
+                if len(controllers) < 2:
+                    controllers.append((await stage.start("controller"))[0])
+                leader, term = await stage.leader()
                 killed_s = leader.send(signal.SIGKILL)
-                took_s.append(await stage.term_above(before.term) - killed_s)
-                view = await stage.client.status()
+                took_s.append(await stage.term_above(term) - killed_s)
+                view = await stage.everybody()
                 assert [m.worker for m in view.members] == ["backend/1", "backend/2"]
-                leader = standby.pop()
+                controllers.remove(leader)
             assert [i.op_id for i in (await stage.client.history()).items] == ["p1"]
             assert (await stage.client.pause(op_id="p1")).status is OpStatus.OK
             assert (await stage.client.resume()).status is OpStatus.OK
         return took_s
 
-    took_s = asyncio.run(main())
+    took_s = played(main)
     with capsys.disabled():
         print(f"\nfailover after SIGKILL, until the standby answers: {', '.join(f'{s:.2f} s' for s in took_s)}")
     assert sum(s < FAILOVER_S for s in took_s) == 2
@@ -154,18 +176,18 @@ def test_after_sigterm_the_standby_takes_over_at_once(capsys: pytest.CaptureFixt
     async def main() -> list[float]:
         took_s: list[float] = []
         async with stage_of_two() as (stage, first, second):
-            leader, standby = first, [second]
+            controllers = [first, second]
             while not has_kept(took_s, RELEASED_S):
-                if not standby:
-                    standby.append((await stage.start("controller"))[0])
-                before = await stage.client.status()
+                if len(controllers) < 2:
+                    controllers.append((await stage.start("controller"))[0])
+                leader, term = await stage.leader()
                 stopped_s = leader.send(signal.SIGTERM)
-                took_s.append(await stage.term_above(before.term) - stopped_s)
+                took_s.append(await stage.term_above(term) - stopped_s)
                 assert await asyncio.to_thread(leader.popen.wait, LIMIT_S) == 0
-                leader = standby.pop()
+                controllers.remove(leader)
         return took_s
 
-    took_s = asyncio.run(main())
+    took_s = played(main)
     with capsys.disabled():
         print(f"\nfailover after SIGTERM, until the standby answers: {', '.join(f'{s:.2f} s' for s in took_s)}")
     assert sum(s < RELEASED_S for s in took_s) == 2
@@ -175,32 +197,35 @@ def test_a_leader_that_was_frozen_is_refused_and_becomes_the_standby() -> None:
     """SIGSTOP, and SIGCONT when another leads: that one's word counts, and the old one can follow it."""
 
     async def main() -> None:
-        async with stage_of_two() as (stage, first, second):
-            before = await stage.client.status()
-            first.send(signal.SIGSTOP)
-            await stage.term_above(before.term)
+        async with stage_of_two() as (stage, _, _):
+            frozen, term = await stage.leader()
+            frozen.send(signal.SIGSTOP)
+            await stage.term_above(term)
             refused: list[CommandRefused] = []
             stage.bus.subscribe(
                 f"dyn.{NAMESPACE}.backend.event.*", CommandRefused, lambda event, _: refused.append(event)
             )
             # What the old one may still have on its way when it wakes up.
-            stale = Command(op_id="old", term=before.term, expires_at=time.time() + 60.0, body=PauseGeneration())
+            stale = Command(op_id="old", term=term, expires_at=time.time() + 60.0, body=PauseGeneration())
             stage.bus.publish(f"dyn.{NAMESPACE}.backend.rl.pause_generation", stale)
-            first.send(signal.SIGCONT)
+            frozen.send(signal.SIGCONT)
             async with asyncio.timeout(LIMIT_S):
                 while len(refused) < 2:  # noqa: ASYNC110 - two other processes say it
                     await asyncio.sleep(0.01)
             assert {event.fault.code for event in refused} == {FaultCode.STALE_TERM}
-            view = await stage.client.status()
+            view = await stage.everybody()
             assert [m.status.generation for m in view.members] == [Generation.RUNNING] * 2
             # It is a standby now: when the new one dies, it leads, under a newer term.
-            await asyncio.sleep(1.0)
-            second.send(signal.SIGKILL)
-            await stage.term_above(view.term)
+            leader, term = await stage.leader()
+            if leader is frozen:
+                raise TooLateError("the other stood still, too, and this one leads again")
+            leader.send(signal.SIGKILL)
+            await stage.term_above(term)
+            await stage.everybody()
             assert (await stage.client.pause()).status is OpStatus.OK
-            assert first.popen.poll() is None
+            assert frozen.popen.poll() is None
 
-    asyncio.run(main())
+    played(main)
 
 
 def test_the_leader_survives_a_server_that_is_stopped_and_started() -> None:
@@ -215,10 +240,10 @@ def test_the_leader_survives_a_server_that_is_stopped_and_started() -> None:
             await stage.server.start()
             await stage.term_above(before.term)
             assert [i.op_id for i in (await stage.client.history()).items] == ["p1"]
-            await stage.client.wait_ready(num_workers=2, deadline_s=LIMIT_S)
+            await stage.everybody()
             assert (await stage.client.resume()).status is OpStatus.OK
 
-    asyncio.run(main())
+    played(main)
 
 
 def test_single_is_refused_beside_a_leader_and_its_term_is_outgrown_by_the_next() -> None:
@@ -226,26 +251,26 @@ def test_single_is_refused_beside_a_leader_and_its_term_is_outgrown_by_the_next(
 
     async def main() -> None:
         async with stage_of_two() as (stage, first, second):
-            single = Process(stage.server.url, "controller", "--single")
+            single, said = await stage.start("controller", "--single")
+            if "role" in said:
+                raise TooLateError("whoever led stood still, and its lease had ended")
             assert await asyncio.to_thread(single.popen.wait, LIMIT_S) == 2
-            assert "leads there by a lease" in single.end()
+            assert "leads there by a lease" in single.kill()
             for process in (first, second):
                 process.popen.terminate()
                 await asyncio.to_thread(process.popen.wait, LIMIT_S)
-            single = Process(stage.server.url, "controller", "--single")
-            assert (await single.document())["role"] == "leader"
-            await stage.client.wait_ready(num_workers=2, deadline_s=LIMIT_S)
+            single, said = await stage.start("controller", "--single")
+            assert said["role"] == "leader"
+            await stage.everybody()
             await stage.client.pause()
             before = await stage.client.status()
-            single.end()
-            third = Process(stage.server.url, "controller")
-            try:
-                await stage.term_above(before.term)
-                assert (await stage.client.resume()).status is OpStatus.OK
-            finally:
-                third.end()
+            single.kill()
+            await stage.start("controller")
+            await stage.term_above(before.term)
+            await stage.everybody()
+            assert (await stage.client.resume()).status is OpStatus.OK
 
-    asyncio.run(main())
+    played(main)
 
 
 def test_without_jetstream_it_says_what_to_do_and_single_runs_without() -> None:
@@ -255,7 +280,7 @@ def test_without_jetstream_it_says_what_to_do_and_single_runs_without() -> None:
         async with EmbeddedServer(jetstream=False) as server:
             process = Process(server.url, "controller")
             code = await asyncio.to_thread(process.popen.wait, LIMIT_S)
-            stderr = process.end()
+            stderr = process.kill()
             assert code == 2
             lines = [line for line in stderr.splitlines() if line.startswith("rlbus: ")]
             assert len(lines) == 1
@@ -263,12 +288,12 @@ def test_without_jetstream_it_says_what_to_do_and_single_runs_without() -> None:
             assert "--single" in lines[0]
             single = Process(server.url, "controller", "--single")
             try:
-                assert (await single.document())["role"] == "leader"
+                assert (await single.there())["role"] == "leader"
                 history = Process(server.url, "history")
                 code = await asyncio.to_thread(history.popen.wait, LIMIT_S)
-                assert "--single" in history.end()
+                assert "--single" in history.kill()
                 assert code == 3
             finally:
-                single.end()
+                single.kill()
 
-    asyncio.run(main())
+    played(main)

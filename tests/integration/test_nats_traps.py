@@ -56,8 +56,8 @@ def run(scenario: Callable[[EmbeddedServer], Awaitable[None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(server: EmbeddedServer, **settings: Any) -> AsyncIterator[SupervisedTransport]:
-    transport = await connect_nats(BusConfig(url=server.url, **settings), name="trap")
+async def connected(server: EmbeddedServer) -> AsyncIterator[SupervisedTransport]:
+    transport = await connect_nats(BusConfig(url=server.url, connect_s=LIMIT_S), name="trap")
     try:
         yield transport
     finally:
@@ -393,7 +393,7 @@ def test_closing_is_bounded_when_the_server_is_frozen() -> None:
     """With a full buffer, too; nats-py's close waits for ever (B3)."""
 
     async def scenario(server: EmbeddedServer) -> None:
-        transport = await connect_nats(BusConfig(url=server.url), name="trap")
+        transport = await connect_nats(BusConfig(url=server.url, connect_s=LIMIT_S), name="trap")
         loop = asyncio.get_running_loop()
         with frozen(server):
             for _ in range(200):
@@ -410,7 +410,7 @@ def test_a_cancelled_close_drops_the_connection_at_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(_supervised, "CLOSE_ECHO_S", 2 * LIMIT_S)
 
     async def scenario(server: EmbeddedServer) -> None:
-        transport = await connect_nats(BusConfig(url=server.url), name="trap")
+        transport = await connect_nats(BusConfig(url=server.url, connect_s=LIMIT_S), name="trap")
         connection = transport._connection
         loop = asyncio.get_running_loop()
         with frozen(server):

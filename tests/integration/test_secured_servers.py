@@ -112,10 +112,11 @@ def test_a_credentials_file_gets_in_and_another_key_does_not(tmp_path: Path) -> 
     async def main() -> None:
         async with server(tmp_path, config) as at:
             right = creds_of(tmp_path / "right.creds", user_jwt, user)
-            assert await echoes(await connect_nats(BusConfig(f"nats://{at}", creds_file=str(right)), name="t"))
+            ours = BusConfig(f"nats://{at}", connect_s=LIMIT_S, creds_file=str(right))
+            assert await echoes(await connect_nats(ours, name="t"))
             wrong = creds_of(tmp_path / "wrong.creds", user_jwt, other)
             with pytest.raises(BrokenError, match="wrong credentials"):
-                await connect_nats(BusConfig(f"nats://{at}", creds_file=str(wrong)), name="t")
+                await connect_nats(BusConfig(f"nats://{at}", connect_s=LIMIT_S, creds_file=str(wrong)), name="t")
 
     asyncio.run(main())
 
@@ -163,7 +164,7 @@ def test_an_ordinary_server_with_tls_is_reached(
     async def main() -> None:
         block = f'tls {{ cert_file: "{certificate}", key_file: "{key}", {more} }}\nauthorization {{ token: s3cret }}'
         async with server(tmp_path, block) as at:
-            assert await echoes(await connect_nats(BusConfig(f"{scheme}://s3cret@{at}"), name="t"))
+            assert await echoes(await connect_nats(BusConfig(f"{scheme}://s3cret@{at}", connect_s=LIMIT_S), name="t"))
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
@@ -176,7 +177,7 @@ def test_a_certificate_that_nobody_knows_is_refused(tmp_path: Path, signed: tupl
     async def main() -> None:
         async with server(tmp_path, f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}') as at:
             with pytest.raises(BrokenError, match="CERTIFICATE_VERIFY_FAILED"):
-                await connect_nats(BusConfig(f"tls://{at}"), name="t")
+                await connect_nats(BusConfig(f"tls://{at}", connect_s=LIMIT_S), name="t")
 
     asyncio.run(main())
 
@@ -195,7 +196,7 @@ def test_a_server_without_tls_is_told_no_credentials_behind_a_tls_url(tmp_path: 
         listening = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         with pytest.raises(BrokenError, match="doesn't ask for TLS"):
-            await connect_nats(BusConfig(f"tls://s3cret@127.0.0.1:{port}"), name="t")
+            await connect_nats(BusConfig(f"tls://s3cret@127.0.0.1:{port}", connect_s=LIMIT_S), name="t")
         listening.close()
         await listening.wait_closed()
         while not said:  # noqa: ASYNC110 - the other side is what is watched

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlbus._kv import CALL_LIMIT_S
+from rlbus._kv import CALL_LIMIT_S, Entry
 from rlbus.codec import encode
 from rlbus.controller.leader import (
     LEASE_KEY,
@@ -21,6 +21,7 @@ from rlbus.controller.leader import (
     leader_of,
 )
 from rlbus.controller.succession import LOOK_S
+from rlbus.errors import DeadlineError
 from rlbus.schemas import Lease, TermMark
 from rlbus.testing import Faults, LoopClock, MemoryBroker, MemoryKv, MemoryTransport, run
 
@@ -262,6 +263,32 @@ def test_a_leader_that_lives_is_told_from_a_lease_that_ends() -> None:
         assert await leader_of(kv) is None
         near.broker.partition(near)
         assert await leader_of(kv) is None
+
+    with_two(scenario)
+
+
+def test_a_leader_is_found_by_a_store_that_answers_late() -> None:
+    """An answer that is lost, or later than a call may take, doesn't let anybody begin beside who leads."""
+
+    class LateKv(MemoryKv):
+        """Of three questions in turn it answers the last."""
+
+        num_asked = 0
+
+        async def get(self, key: str) -> Entry | None:
+            self.num_asked += 1
+            if self.num_asked % 3:
+                await asyncio.sleep(CALL_LIMIT_S)
+                raise DeadlineError("the store's answer", CALL_LIMIT_S)
+            return await super().get(key)
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        await a.acquire()
+        keeping = asyncio.create_task(a.keep())
+        there = await leader_of(LateKv(near))
+        assert there is not None
+        assert there.name == "a"
+        keeping.cancel()
 
     with_two(scenario)
 

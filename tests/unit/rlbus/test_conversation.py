@@ -123,6 +123,37 @@ def test_a_disconnect_is_not_taken_for_a_missing_controller() -> None:
     assert run(body()) is None
 
 
+@pytest.mark.parametrize(("gone_s", "ends_as"), [(28.0, OpResult), (31.0, BrokenError)])
+def test_an_outage_of_our_own_is_not_held_against_the_controller(gone_s: float, ends_as: type[object]) -> None:
+    """Who is back before it gives up gives the controller its whole time again: here it speaks 8 s later."""
+
+    async def body() -> OpResult | FleetView | HistoryView | RLBusError:
+        broker = MemoryBroker()
+        transport = broker.connect()
+        async with Bus(transport, clock=LoopClock()) as ours, Bus(broker.connect(), clock=LoopClock()) as theirs:
+            loop = asyncio.get_running_loop()
+
+            def on_request(request: ControlRequest, message: Message) -> None:
+                assert message.reply is not None
+                if loop.time() < 1.0:
+                    theirs.publish(message.reply, OpAccepted(op_id=request.op_id))
+                elif loop.time() > gone_s + 8.0:
+                    theirs.publish(message.reply, OpResult(report=REPORT))
+
+            theirs.subscribe(subjects.all_control("n"), ControlRequest, on_request)
+            talking = asyncio.create_task(converse(ours, "n", REQUEST, on_reply=lambda _: None))
+            await asyncio.sleep(0.5)
+            broker.disconnect(transport)
+            await asyncio.sleep(gone_s)
+            broker.reconnect(transport)
+            try:
+                return await talking
+            except RLBusError as exc:
+                return exc
+
+    assert type(run(body())) is ends_as
+
+
 def test_a_repeat_is_the_same_request_unless_the_controller_was_awaited() -> None:
     """The controller refuses an op_id with another request; a wait keeps its own end whenever it is heard first."""
 
