@@ -124,7 +124,7 @@ def test_a_pause_is_acked_beside_requests_that_fill_the_server(scene: Scene) -> 
     """SCENARIOS 51: it waits behind none of them, and neither does what the worker says of itself; then all go on."""
 
     def ask() -> list[int]:
-        return completion(scene.url, str(scene.model), num_tokens=NUM_TOKENS, headers=AUTH, limit_s=START_S)
+        return completion(scene.url, str(scene.model), num_tokens=NUM_TOKENS, headers=AUTH)
 
     scene.fleet.rlbus("pause", "--mode", "keep")
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
