@@ -17,6 +17,8 @@ from tests.peers.programs import CONNECT_S, START_S, Program, Programs, clean_en
 POLL_S = 0.25
 # What each command may take: its own limit is for users, and a program may stand still here for longer.
 COMMAND_S = 300.0
+# What a request may take, which a pause may hold.
+ANSWER_S = 600.0
 # A list of workers is one, too, when none of them is there.
 ANY_CODE = range(6)
 
@@ -82,7 +84,7 @@ def completion(url: str, model: str, *, num_tokens: int = 16, headers: dict[str,
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=START_S, trust_env=False)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S, trust_env=False)
     answer.raise_for_status()
     return list(answer.json()["choices"][0]["token_ids"])
 

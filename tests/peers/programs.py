@@ -24,7 +24,7 @@ from rlbus.workers.vllm_server.command import small_machine_env
 from tests.peers import vllm_rs
 
 # A vLLM server is healthy after 15 s here, and after minutes on a machine under load.
-START_S = 300.0
+START_S = 600.0
 # What connecting to the bus may take, of our own programs and in this process.
 CONNECT_S = 60.0
 # Between SIGTERM and SIGKILL.
