@@ -31,11 +31,12 @@ def one_each(url: str) -> Iterator[list[httpx.Client]]:
         while len(found) < NUM_SERVERS:
             assert time.monotonic() < ends_s
             client = httpx.Client(base_url=url, limits=limits, timeout=ANSWER_S, trust_env=False)
+            stack.callback(client.close)
             boot_id = client.get("/rlbus").json()["boot_id"]
             if boot_id in found:
                 client.close()
             else:
-                found[boot_id] = stack.enter_context(client)
+                found[boot_id] = client
         yield list(found.values())
 
 
