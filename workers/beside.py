@@ -116,6 +116,8 @@ class Beside:
                 busy = fault(FaultCode.BUSY, f"{MAX_SIDE_TASKS} others wait for the engine", retryable=True)
                 self._host.refuse(command, reply, busy)
             case GetLoras():
+                # An engine may be slow to say; the worker isn't silent meanwhile.
+                self._host.answers.accepted(command.op_id, reply)
                 self._own(self._answer_loras(command, reply))
             case GetStatus():
                 self._own(self._answer_status(command, reply))

@@ -116,6 +116,8 @@ class AgentConfig:
     progress_s: float = 0.5
     # How long the engine may take to say how it is. After that its generation is "unknown".
     observe_s: float = 1.0
+    # How long the engine may take to list its adapters for who asks. Below the 10 s that a question of users' has.
+    list_s: float = 8.0
     # After a passed deadline: how long a stuck receive may take to end by itself once its group was dropped.
     release_s: float = 2.0
     # After cancelling an engine call: how long it may take to let go before it counts as stuck.
@@ -134,6 +136,7 @@ class AgentConfig:
             "heartbeat_s",
             "progress_s",
             "observe_s",
+            "list_s",
             "release_s",
             "cancel_s",
             "cling_s",

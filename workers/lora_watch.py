@@ -1,6 +1,7 @@
 """Looks at the adapters that an engine has: for the heartbeats, for who asks, and for those that drain.
 
-Invariant: one question at a time, each bounded by `observe_s`; what is answered is the engine's own list.
+Invariant: one question at a time, each bounded: by `observe_s` for heartbeats, which would be late, by `list_s` for who
+asks; what is answered is the engine's own list.
 """
 
 import asyncio
@@ -63,9 +64,13 @@ class LoraWatch:
 
     async def answer(self) -> LorasData:
         """What `list_loras` answers. Raises: EngineError: the engine doesn't say. Cancel: leaves nothing."""
-        residents = await self.look()
+        if self._asking is not None:
+            # A heartbeat's question, perhaps: it gives the engine less time than there is here.
+            await asyncio.wait({self._asking}, timeout=self._config.observe_s)
+        limit_s = self._config.list_s
+        residents = await self.end_look(self.begin_look(limit_s), limit_s)
         if residents is None:
-            message = f"the engine did not list its adapters within {self._config.observe_s:g} s; ask again"
+            message = f"the engine did not list its adapters within {limit_s:g} s; ask again"
             raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=message, retryable=True))
         return loras_data(self._host.state, residents)
 
@@ -76,26 +81,28 @@ class LoraWatch:
         """
         return await self.end_look(self.begin_look())
 
-    def begin_look(self) -> asyncio.Task[tuple[Resident, ...] | None] | None:
-        """Ask the engine, if nobody is asking it already; the question, for `end_look`."""
+    def begin_look(self, limit_s: float | None = None) -> asyncio.Task[tuple[Resident, ...] | None] | None:
+        """Ask the engine, if nobody is asking it already; the question, for `end_look`. None: for `observe_s`."""
         if self._engine is not None and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.get_running_loop().create_task(self._ask(self._engine))
+            self._asking = asyncio.get_running_loop().create_task(self._ask(self._engine, limit_s))
         return self._asking
 
-    async def end_look(self, asking: asyncio.Task[tuple[Resident, ...] | None] | None) -> tuple[Resident, ...] | None:
+    async def end_look(
+        self, asking: asyncio.Task[tuple[Resident, ...] | None] | None, limit_s: float | None = None
+    ) -> tuple[Resident, ...] | None:
         """The answer, or None without one. Cancel: the question goes on for the others who wait."""
         if asking is None:
             return None
         if not asking.done():
             # Bounded out here: an engine that doesn't let go when it is cancelled isn't asked a second time meanwhile.
-            await asyncio.wait({asking}, timeout=self._config.observe_s)
+            await asyncio.wait({asking}, timeout=self._config.observe_s if limit_s is None else limit_s)
         self._last = asking.result() if asking.done() and not asking.cancelled() else None
         return self._last
 
-    async def _ask(self, engine: LoraEngine) -> tuple[Resident, ...] | None:
+    async def _ask(self, engine: LoraEngine, limit_s: float | None) -> tuple[Resident, ...] | None:
         turn = self._host.state.lora_turn
         try:
-            async with asyncio.timeout(self._config.observe_s):
+            async with asyncio.timeout(self._config.observe_s if limit_s is None else limit_s):
                 residents = await engine.list_loras()
         except Exception as exc:  # noqa: BLE001 - seen by everybody as adapters that nobody can tell
             _log.debug("the engine doesn't list its adapters: %s", exc)

@@ -63,6 +63,8 @@ RECOVERY_S = 5.0
 SEEN_S = 2.0
 # Until a standby answers in the place of a leader that died.
 FAILOVER_S = 5.0
+# No word of the controller for so long: somebody stands still whom the case doesn't strike. A lease ends then.
+STILL_S = 2.0
 # What a silence costs before it is taken for a loss: of a worker in an op (rlbus.controller.line.ACK_S), of a trainer
 # that joins (rlbus.controller.sender_life.JOINING_SILENCE_S).
 SILENCE_S = 5.0

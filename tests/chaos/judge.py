@@ -1,13 +1,19 @@
 """What was seen of a case, and which promises it broke. Pure."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.chaos.cases import FAILOVER_S, SEEN_S, STRUCK_IN, Blow, Case, Target
 from tests.chaos.promises import Aftermath, broken
 
 _LATE = re.compile(r" after [0-9.]+ s \(bound [0-9.]+ s\)$")
+# What comes of a leader that loses its lease in mid update, or of a survivor that doesn't answer: the update ends in
+# another way, and nobody serves before the next one. No damage, and nothing that anybody was told wrongly.
+_OTHERWISE = re.compile(
+    r"the (last )?update ended |the outcome of \S+ is (failed|unknown|undone|skipped), |\S+ was left |left paused: "
+    r"|it took \d+ calls |the (survivors served|victim was admitted): never "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,8 @@ class Observation:
     update on this fleet. `start_s`: what a start that had to be waited for took. The tuples name what must not be:
     healthy engines that were started again, ops without an outcome, steps that ran twice, workers whose tokens aren't
     the trainer's, workers that were admitted with other weights than the fleet's, and workers left paused. `aftermath`:
-    what the update left; None only where none was seen.
+    what the update left; None only where none was seen. `stood_still`: what shows that others than who was struck
+    stood still, see `watching.stood_still`.
     """
 
     was_hit: bool
@@ -55,6 +62,7 @@ class Observation:
     false_admissions: tuple[str, ...] = ()
     left_paused: tuple[str, ...] = ()
     aftermath: Aftermath | None = None
+    stood_still: str = ""
 
 
 def judge(case: Case, seen: Observation) -> tuple[str, ...]:
@@ -65,6 +73,12 @@ def judge(case: Case, seen: Observation) -> tuple[str, ...]:
 def is_late(problem: str) -> bool:
     """Whether a broken promise is only a bound that was missed: a machine that stands still does that, too."""
     return _LATE.search(problem) is not None
+
+
+def is_of_the_machine(broken: Sequence[str], seen: Observation | None) -> bool:
+    """Whether nothing was broken but what comes of being late, or of a standstill that was seen."""
+    has_stood = seen is not None and seen.stood_still != ""
+    return all(is_late(problem) or (has_stood and _OTHERWISE.match(problem) is not None) for problem in broken)
 
 
 def _broken(case: Case, seen: Observation) -> Iterator[str]:

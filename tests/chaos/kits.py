@@ -49,7 +49,7 @@ def torch_kit() -> Kit:
         struck_workers=("backend/2", "backend/1", "backend/3"),
         struck_engine="backend/3",
         engine_words=("torch_lm.rank_process",),
-        ready_s=60.0,
+        ready_s=300.0,
         make_model=make,
         env={"OMP_NUM_THREADS": "1"},
     )
@@ -72,7 +72,7 @@ def vllm_kit() -> Kit:
         struck_workers=("backend/2", "backend/1"),
         struck_engine="backend/2",
         engine_words=("EngineCore",),
-        ready_s=180.0,
+        ready_s=300.0,
         make_model=make,
         env=small_machine_env(),
     )

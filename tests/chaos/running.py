@@ -10,13 +10,24 @@ from dataclasses import dataclass, field
 from rlbus.errors import DeadlineError, RLBusError
 from rlbus.schemas import Liveness, WeightsState
 from tests.chaos.brake import POLL_S
-from tests.chaos.cases import HELD_BEFORE, Blow, Case, Phase, Target
+from tests.chaos.cases import FAILOVER_S, HELD_BEFORE, STILL_S, Blow, Case, Phase, Target
 from tests.chaos.judge import Call, Observation
 from tests.chaos.messages import Held, LetGo, News
 from tests.chaos.processes import strike
 from tests.chaos.promises import Aftermath
 from tests.chaos.stage import UPDATE_S, Stage
-from tests.chaos.watching import Sample, Trigger, Watch, false_admissions, is_at, paused, repeated, standing_in, torn_in
+from tests.chaos.watching import (
+    Sample,
+    Trigger,
+    Watch,
+    false_admissions,
+    is_at,
+    paused,
+    repeated,
+    standing_in,
+    stood_still,
+    torn_in,
+)
 
 # Beyond its bound a case is watched so much longer, so that "late" can be told from "never".
 MARGIN_S = 5.0
@@ -74,6 +85,7 @@ async def run_case(stage: Stage, case: Case) -> Observation:
     if victim is not None:
         stage.count_blow(victim)
     async with Watch(stage.bus, _namespace(stage)) as watch:
+        await watch.until(lambda sample: sample is not None, PHASE_S)
         run = Run(case, stage, watch, victim, pid, before, transfer_s, old_step=stage.version)
 
         def on_news(news: News) -> None:
@@ -327,6 +339,7 @@ async def _look(run: Run) -> Observation:
         wrong_outputs=await stage.wrong_outputs(),
         false_admissions=false_admissions(watch.samples),
         left_paused=paused(watch.samples),
+        stood_still=_stood_still(run),
         aftermath=Aftermath(
             old_step=run.old_step,
             survivors=run.survivors,
@@ -337,6 +350,17 @@ async def _look(run: Run) -> Observation:
             rest=standing_in(first[-1]) if first else {},
         ),
     )
+
+
+def _stood_still(run: Run) -> str:
+    """What shows that others than those who were struck did; nothing of an outage, in which nobody is heard anyway."""
+    match run.case.target:
+        case Target.SERVER:
+            return ""
+        case Target.CONTROLLER:
+            return stood_still(run.watch.samples, 1, FAILOVER_S)
+        case _:
+            return stood_still(run.watch.samples, 0, STILL_S)
 
 
 def _return_of(run: Run, version: int) -> tuple[float | None, float | None]:

@@ -53,6 +53,8 @@ def line(row: Row) -> str:
     cells.append("BROKEN" if row.broken else "held")
     text = "  ".join(cell.ljust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True)).rstrip()
     notes = [*(f"run again, since it couldn't be run: {why}" for why in row.reruns), *row.broken]
+    if row.broken and seen is not None and seen.stood_still:
+        notes.append(f"somebody stood still meanwhile: {seen.stood_still}")
     return "\n".join([text, *(f"    {note}" for note in notes)])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.cases import CASES, HELD_BEFORE, STRUCK_IN, UPDATE_PHASES, Blow, Case, Phase, Target
-from tests.chaos.judge import Call, Observation, is_late, judge
+from tests.chaos.judge import Call, Observation, is_late, is_of_the_machine, judge
 from tests.chaos.promises import ENDINGS, Aftermath, Left, OpEnd, Standing, Torn
 from tests.chaos.table import COLUMNS, Row, header, line, totals
 
@@ -97,6 +97,22 @@ def test_being_late_is_told_from_never_and_from_all_else() -> None:
     found = judge(CASE, replace(GOOD, serving_s=5.6, back_s=7.0, restarted=("backend/1",)))
     assert [is_late(problem) for problem in found] == [True, True, False]
     assert not any(map(is_late, judge(CASE, replace(GOOD, serving_s=None, returned_s=None, back_s=None))))
+
+
+def test_an_update_that_ended_otherwise_is_forgiven_only_where_somebody_stood_still() -> None:
+    """And damage never: who is dirty and runs, tokens that differ, a step that ran twice."""
+    failed = replace(WITHOUT, ops=(replace(LOST, status="failed"),))
+    seen = replace(GOOD, aftermath=failed, serving_s=None, left_paused=("backend/1",))
+    found = judge(CASE, replace(seen, calls=(Call("3", "failed", 1.5),)))
+    assert len(found) == 3
+    still = replace(seen, stood_still="1 more terms than it takes")
+    assert is_of_the_machine(found, still)
+    assert not is_of_the_machine(found, seen)
+    assert not is_of_the_machine(found, None)
+    let_go = replace(failed, torn=(Torn("backend/1", 2, True),))
+    for change in ({"aftermath": let_go}, {"wrong_outputs": ("backend/1",)}, {"repeated": ("op-1",)}):
+        assert not is_of_the_machine(judge(CASE, replace(still, **change)), still)
+    assert is_of_the_machine(judge(CASE, replace(GOOD, serving_s=5.6)), GOOD)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,17 @@ from rlbus.schemas import (
 from rlbus.testing import LoopClock, MemoryBroker, run
 from tests.chaos.brake import HOLD_S, POLL_S, Brake
 from tests.chaos.promises import Standing, Torn
-from tests.chaos.watching import Sample, Watch, false_admissions, is_at, paused, repeated, standing_in, torn_in
+from tests.chaos.watching import (
+    Sample,
+    Watch,
+    false_admissions,
+    is_at,
+    paused,
+    repeated,
+    standing_in,
+    stood_still,
+    torn_in,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -132,6 +142,17 @@ def test_a_step_that_changed_a_worker_twice_is_found() -> None:
     )
     assert repeated([event, other]) == ()
     assert repeated([event, other, event]) == ("a on backend/1",)
+
+
+def test_a_standstill_is_read_from_terms_and_from_gaps() -> None:
+    """More terms than the case itself takes, or no word for longer."""
+
+    seen = [sample(float(i), member(1), 1) for i in range(3)]
+    calm = [*seen[:2], Sample(2.0, replace(seen[2].view, term=2))]
+    assert stood_still(calm, 1, 1.5) == ""
+    assert stood_still(calm, 0, 1.5) == "1 more terms than it takes"
+    assert stood_still(calm, 1, 1.0) == "no word of the controller for 1.0 s"
+    assert stood_still([], 0, 1.0) == ""
 
 
 def test_who_is_left_paused_is_read_from_the_last_sample() -> None:

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rlbus import subjects
 from rlbus.bus import Bus
@@ -243,6 +244,18 @@ class Watch:
                 self.samples.append(Sample(time.monotonic(), view))
                 self._changed.set()
             await asyncio.sleep(SAMPLE_S)
+
+
+def stood_still(samples: Sequence[Sample], num_terms: int, still_s: float) -> str:
+    """What shows that a leader, or all of this machine, stood still for seconds, in words; "": nothing.
+
+    `num_terms`: how often the case itself changes who leads; `still_s`: for how long it leaves us without a sample.
+    """
+    num_more = len({sample.view.term for sample in samples}) - 1 - num_terms
+    gap_s = max((after.at_s - before.at_s for before, after in pairwise(samples)), default=0.0)
+    signs = [f"{num_more} more terms than it takes"] if num_more > 0 else []
+    signs += [f"no word of the controller for {gap_s:.1f} s"] if gap_s >= still_s else []
+    return ", ".join(signs)
 
 
 def paused(samples: Sequence[Sample]) -> tuple[str, ...]:

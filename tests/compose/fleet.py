@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import msgspec
 
 from rlbus.demo.events import Failed, StepDone, TrainerEvent
 from tests.compose.daemon import ASK_S, ROOT, Docker, SetupError
+from tests.peers.programs import CONNECT_S, free_port
 
 NAMESPACE = "demo"
 SERVICES = ("nats", "controller", "prefill", "decode")
@@ -35,7 +35,7 @@ class Fleet:
         self.docker = docker
         self.project = project
         self.token = f"t{secrets.token_hex(8)}"
-        self.port, self.http_port = _free_ports()
+        self.port, self.http_port = free_port(), free_port()
         self._env = {
             **env,
             "RLBUS_TOKEN": self.token,
@@ -102,22 +102,20 @@ class Fleet:
     def rlbus(self, *argv: str, token: str | None = None) -> "subprocess.CompletedProcess[str]":
         """The CLI on this machine, through the published port."""
         env = {"RLBUS_URL": self.url, "RLBUS_NAMESPACE": NAMESPACE, "RLBUS_TOKEN": token or self.token}
+        env["RLBUS_CONNECT_S"] = str(CONNECT_S)
         return subprocess.run(
             (sys.executable, "-m", "rlbus", *argv), env=env, cwd=ROOT, capture_output=True, text=True, timeout=ASK_S
         )
 
-    def status(self) -> dict[str, Any]:
-        """`rlbus status --json`."""
-        done = self.rlbus("status", "--json")
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    def admitted(self) -> dict[str, int]:
-        """World size by worker, of those that may be sent rollouts; empty also while nobody can say."""
+    def members(self) -> list[dict[str, Any]]:
+        """What is said of each worker that may be sent rollouts; empty also while nobody can say."""
         done = self.rlbus("status", "--json")
         members = json.loads(done.stdout)["members"] if done.returncode == 0 else []
-        return {m["worker"]: m["descriptor"]["world_size"] for m in members if m["admitted"]}
+        return [member for member in members if member["admitted"]]
+
+    def admitted(self) -> dict[str, int]:
+        """World size of each."""
+        return {m["worker"]: m["descriptor"]["world_size"] for m in self.members()}
 
     def tails(self) -> list[tuple[str, str]]:
         """(service, the end of what it said), for the report of a failed test."""
@@ -137,10 +135,3 @@ def until(is_so: Callable[[], bool], limit_s: float, what: str) -> None:
     while not is_so():
         assert time.monotonic() < until_s, f"not within {limit_s:g} s: {what}"
         time.sleep(POLL_S)
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from rlbus.workers.torch_lm.make import make_tiny_model
-from tests.peers.programs import Programs
+from tests.peers.programs import CONNECT_S, Programs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient() -> Iterator[None]:
+    """Who connects from this process has time for it, too: trainers, and vLLM's client on the bus."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLBUS_CONNECT_S", str(CONNECT_S))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import httpx
 from rlbus.server import EmbeddedServer
 from rlbus.workers.torch_lm.make import make_tiny_model
 from rlbus.workers.vllm_server.command import small_machine_env
-from tests.peers.programs import Program, Programs, clean_env, free_port
+from tests.peers.programs import START_S, Program, Programs, clean_env, free_port
 
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".peers" / "dynamo"
@@ -169,9 +169,15 @@ class Dynamo:
         def found() -> list[object]:
             return [one["instance_id"] for one in self.listed() if one.get("system_url") == url]
 
-        worker.until(lambda: bool(found()))
+        seen: list[object] = []
+
+        def is_listed() -> bool:
+            seen[:] = found()
+            return bool(seen)
+
+        worker.until(is_listed)
         worker.until(self.serves)
-        (instance_id,) = found()
+        (instance_id,) = seen
         assert isinstance(instance_id, int)
         return instance_id
 
@@ -184,19 +190,19 @@ class Dynamo:
 
     def served(self) -> set[str]:
         """What the front end serves besides the base model."""
-        answer = httpx.get(f"{self.http_url}/v1/models", timeout=10.0, trust_env=False).json()
+        answer = httpx.get(f"{self.http_url}/v1/models", timeout=START_S, trust_env=False).json()
         return {model["id"] for model in answer["data"]} - {str(self.model)}
 
-    def until_served(self, name: str) -> None:
-        """Wait until the front end serves an adapter: it hears of it after the worker has it."""
-        self.workers[-1].until(lambda: name in self.served())
+    def until_served(self, *names: str) -> None:
+        """Wait until the front end serves just these adapters: it hears of each change after the worker has made it."""
+        self.workers[-1].until(lambda: self.served() == set(names))
 
     def tokens(
         self, num_tokens: int = 12, prompt: tuple[int, ...] = (5, 6, 7, 8), model: str | None = None
     ) -> list[int]:
         """What the front end generates greedily, as `model` (an adapter's name); None: as the base model."""
         body = completion_body(model or str(self.model), prompt, num_tokens)
-        answer = httpx.post(f"{self.http_url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+        answer = httpx.post(f"{self.http_url}/v1/completions", json=body, timeout=START_S, trust_env=False)
         assert answer.is_success, answer.text
         found: list[int] = answer.json()["nvext"]["engine_data"]["completion_token_ids"]
         return found

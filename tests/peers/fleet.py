@@ -1,4 +1,4 @@
-"""A fleet of real programs: `rlbus up` (a NATS server and a controller), workers, and commands, as a user has them."""
+"""A fleet of real programs: the NATS server of `rlbus up`, a controller, workers, and commands, as a user has them."""
 
 import json
 import os
@@ -12,21 +12,32 @@ import httpx
 from typer.testing import CliRunner
 
 from rlbus.cli.app import app
-from tests.peers.programs import START_S, Program, Programs, clean_env
+from tests.peers.programs import CONNECT_S, START_S, Program, Programs, clean_env
 
 POLL_S = 0.25
+# What each command may take: its own limit is for users, and a program may stand still here for longer.
+COMMAND_S = 300.0
+# What a request may take, which a pause may hold.
+ANSWER_S = 600.0
 # A list of workers is one, too, when none of them is there.
 ANY_CODE = range(6)
 
 
 class Fleet:
-    """One namespace on a bus of its own. Its programs end with `programs`; `options` are those of `rlbus up`."""
+    """One namespace on a bus of its own. Its programs end with `programs`; `options` are the controller's.
+
+    It has no lease, which a controller that stands still for 2 s loses, and with it the op that runs. So the controller
+    of `rlbus up` has another namespace, for itself.
+    """
 
     def __init__(self, programs: Programs, folder: Path, *options: str) -> None:
         self._programs = programs
         self._env = {"XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        up = programs.start("up", [sys.executable, "-m", "rlbus", "up", *options, "--json"], clean_env(**self._env))
+        rlbus = (sys.executable, "-m", "rlbus")
+        up = programs.start("up", [*rlbus, "up", "--namespace", "nobody", "--json"], clean_env(**self._env))
         self.url: str = up.document()["url"]
+        single = ("controller", "--single", *options, "--json")
+        programs.start("controller", [*rlbus, *single], self.env()).document()
 
     def env(self, **more: str) -> dict[str, str]:
         """The environment of a program that belongs to the fleet."""
@@ -39,14 +50,18 @@ class Fleet:
     def rlbus(self, *argv: str, expected: Container[int] = (0,)) -> Any:
         """Run a command to its end, in this process; its JSON document. `expected` are exit codes that are fine."""
         env: dict[str, str | None] = {name: None for name in os.environ if name.startswith("RLBUS_")}
-        done = CliRunner().invoke(app, [*argv, "--json"], env={**env, "RLBUS_URL": self.url})
+        env |= {"RLBUS_URL": self.url, "RLBUS_CONNECT_S": str(CONNECT_S)}
+        done = CliRunner().invoke(app, [*argv, "--deadline", str(COMMAND_S), "--json"], env=env)
         assert done.exit_code in expected, f"{argv}: {done.exit_code}\n{done.stdout}\n{done.stderr}"
         return json.loads(done.stdout)
 
+    def workers(self) -> list[dict[str, Any]]:
+        """What the controller says of each worker; nothing while it doesn't answer."""
+        return list(self.rlbus("workers", expected=ANY_CODE).get("workers", ()))
+
     def member(self, instance_id: str) -> dict[str, Any] | None:
         """What the controller says of a worker; None if it doesn't know it."""
-        found = self.rlbus("workers", expected=ANY_CODE)["workers"]
-        return next((m for m in found if m["worker"].endswith(f"/{instance_id}")), None)
+        return next((m for m in self.workers() if m["worker"].endswith(f"/{instance_id}")), None)
 
     def until(self, instance_id: str, is_true: Callable[[dict[str, Any]], bool], limit_s: float = START_S) -> Any:
         """Wait until what the controller says of a worker is so; what it says then."""
@@ -59,10 +74,8 @@ class Fleet:
             time.sleep(POLL_S)
 
 
-def completion(
-    url: str, model: str, *, num_tokens: int = 16, headers: dict[str, str] | None = None, limit_s: float = 60.0
-) -> list[int]:
-    """Greedy token ids from a vLLM server."""
+def completion(url: str, model: str, *, num_tokens: int = 16, headers: dict[str, str] | None = None) -> list[int]:
+    """Greedy token ids from a vLLM server, which may be held by a pause meanwhile."""
     body = {
         "model": model,
         "prompt": [7, 8, 9, 10],
@@ -71,7 +84,7 @@ def completion(
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=limit_s, trust_env=False)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S, trust_env=False)
     answer.raise_for_status()
     return list(answer.json()["choices"][0]["token_ids"])
 

@@ -24,7 +24,9 @@ from rlbus.workers.vllm_server.command import small_machine_env
 from tests.peers import vllm_rs
 
 # A vLLM server is healthy after 15 s here, and after minutes on a machine under load.
-START_S = 300.0
+START_S = 600.0
+# What connecting to the bus may take, of our own programs and in this process.
+CONNECT_S = 60.0
 # Between SIGTERM and SIGKILL.
 STOP_S = 10.0
 POLL_S = 0.1
@@ -44,9 +46,10 @@ def free_port() -> int:
 
 
 def clean_env(**more: str) -> dict[str, str]:
-    """This process's environment without what steers rlbus and vLLM, and with `more`."""
+    """This process's environment without what steers rlbus and vLLM, and with `more`. Who connects has time for it."""
     prefixes = ("RLBUS_", "VLLM_", "DYN_", "NATS_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | more
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return {**kept, "RLBUS_CONNECT_S": str(CONNECT_S), **more}
 
 
 class Program:

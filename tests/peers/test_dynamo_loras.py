@@ -86,7 +86,7 @@ def test_dynamos_front_end_generates_with_revision_1_then_2_as_the_merged_models
         expected: list[list[int]] = []
         for revision in (1, 2):
             adapter = make_tiny_adapter(tmp_path / f"adapter-{revision}", model, seed=revision)
-            report = rlbus("lora", "load", "policy", "--from", str(adapter), "--deadline", "300")
+            report = rlbus("lora", "load", "policy", "--from", str(adapter))
             assert report["lora"]["ids"] == [f"policy@{revision}"]
             assert [one["outcome"] for one in report["outcomes"]] == ["ok"]
             expected.append(greedy(merge_tiny_adapter(tmp_path / f"merged-{revision}", model, adapter)))
@@ -97,9 +97,10 @@ def test_dynamos_front_end_generates_with_revision_1_then_2_as_the_merged_models
         assert scene.tokens() == base
         (listed,) = rlbus("lora", "list")["report"]["outcomes"]
         assert [(one["revision"], one["num_in_flight"]) for one in listed["data"]["loras"]] == [(1, None), (2, None)]
-        rlbus("lora", "unload", "policy", "--deadline", "300")
-        assert scene.fleet.rlbus("lora", "list")["loras"] == []
-        assert scene.models() == set()
+        rlbus("lora", "unload", "policy")
+        assert rlbus("lora", "list")["loras"] == []
+        # An unload doesn't wait for the front end.
+        scene.dynamo.until_served()
         assert scene.tokens() == base
 
     play(scenario, tmp_path, programs)

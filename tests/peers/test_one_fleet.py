@@ -16,7 +16,7 @@ from rlbus.sync import Trainer
 from rlbus.workers.torch_lm.make import make_tiny_adapter, make_tiny_model, merge_tiny_adapter
 from rlbus.workers.torch_lm.model import load_model
 from tests.peers import dynamo, vllm_rs
-from tests.peers.fleet import ANY_CODE, Fleet, completion
+from tests.peers.fleet import Fleet, completion
 from tests.peers.programs import Program, Programs, free_port
 from tests.peers.trainers import trainer
 
@@ -100,13 +100,15 @@ class Scene:
 
     def until_all(self, generation: str) -> None:
         """Wait until all say so; a sidecar whose engine didn't answer in time says "unknown", and asks again."""
-        for worker in self.workers:
-            self.fleet.until(worker.rpartition("/")[2], lambda m: m["status"]["generation"] == generation)
+        self.until(lambda worker, member: member["status"]["generation"] == generation)
 
-    def members(self) -> dict[str, dict[str, Any]]:
-        """What `rlbus status` says of each."""
-        found = self.fleet.rlbus("status", expected=ANY_CODE)["members"]
-        return {member["worker"]: member for member in found}
+    def until(self, is_true: Callable[[str, dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:
+        """Wait until what the controller says of each is so, one after the other; what it said of each then."""
+
+        def wait_for(worker: str) -> Any:
+            return self.fleet.until(worker.rpartition("/")[2], lambda member: is_true(worker, member))
+
+        return {worker: wait_for(worker) for worker in sorted(self.workers)}
 
 
 def greedy(folder: Path) -> list[int]:
@@ -131,15 +133,15 @@ def scene(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Scene
 
 def test_each_is_there_with_the_engine_that_it_is(scene: Scene) -> None:
     """And all generate what the one model generates."""
-    members = scene.members()
-    found = {worker: member["descriptor"]["engine"] for worker, member in members.items()}
+    found = {one["worker"]: one["descriptor"]["engine"] for one in scene.fleet.workers()}
     assert found == {PLUGIN: "vllm", HTTP: "vllm_http", GRPC: "vllm_grpc", scene.dynamo_worker: "dynamo"}
     assert set(map(tuple, scene.tokens().values())) == {tuple(greedy(scene.model))}
 
 
 def test_what_an_engine_has_not_is_not_advertised(scene: Scene) -> None:
     """So that nobody finds out by a command that fails half way (docs/engines.md, the cells that say no)."""
-    members = scene.members()
+    # What one takes is unknown while its engine doesn't list what it has.
+    members = scene.until(lambda worker, member: (member["status"]["loras"] is None) == (worker == GRPC))
     no_sleep = {"sleep", "wake_up"}
     lacks = {**dict.fromkeys(scene.workers, no_sleep), GRPC: {*no_sleep, *LORA_ROUTES}}
     for worker, routes in lacks.items():
@@ -176,7 +178,7 @@ def test_one_update_from_a_folder_reaches_all_and_the_versions_agree(scene: Scen
 def test_one_group_of_a_trainer_and_all_engines_carries_an_update(scene: Scene) -> None:
     """Over Gloo, with the checksum of each tensor compared on each of them."""
     with Trainer(scene.fleet.url, backend="gloo") as trainer:
-        report = trainer.update_weights(load_model(scene.model), version=2)
+        report = trainer.update_weights(load_model(scene.model), version=2, on_failure="stop")
     assert set(report.outcomes) == scene.workers
     assert report.ok
     agree(scene, [0, 2])
@@ -186,9 +188,9 @@ def test_one_group_of_a_trainer_and_all_engines_carries_an_update(scene: Scene) 
 def agree(scene: Scene, version: list[int]) -> None:
     """`rlbus status` and `rlbus versions` say the same of everybody, and of the fleet."""
     assert scene.fleet.rlbus("status")["version"] == version
-    for member in scene.members().values():
+    for member in scene.until(lambda worker, member: bool(member["admitted"])).values():
         weights = member["status"]["weights"]
-        assert (weights["state"], weights["version"], member["admitted"]) == ("clean", version, True)
+        assert (weights["state"], weights["version"]) == ("clean", version)
     found = scene.fleet.rlbus("versions")["outcomes"]
     assert {one["worker"]: one["data"]["weights"]["version"] for one in found} == dict.fromkeys(scene.workers, version)
 
@@ -217,7 +219,7 @@ def test_an_adapter_goes_to_those_that_can_and_who_can_not_is_named(scene: Scene
     assert [(one["name"], one["revision"]) for one in listed["loras"]] == [("policy", 1)]
     assert {one["worker"] for one in listed["report"]["outcomes"]} == takers
     # Whom it isn't meant for lacks nothing.
-    assert not any(member["loras_behind"] for member in scene.members().values())
+    scene.until(lambda worker, member: not member["loras_behind"])
     assert scene.tokens() == dict.fromkeys(scene.workers, greedy(scene.model))
     scene.fleet.rlbus("lora", "unload", "policy")
     assert scene.fleet.rlbus("lora", "list")["loras"] == []

@@ -1,6 +1,7 @@
 """A vLLM server with two API server processes on one port: whichever a client gets, the pause is the engine's."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,14 +12,12 @@ import httpx
 import pytest
 
 from rlbus.workers.torch_lm.make import make_tiny_model
-from tests.peers.fleet import Fleet
-from tests.peers.programs import Programs, free_port, vllm_argv, vllm_env
+from tests.peers.fleet import ANSWER_S, Fleet
+from tests.peers.programs import START_S, Programs, free_port, vllm_argv, vllm_env
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 NUM_SERVERS = 2
-# Connections until each process has got one; the kernel deals them out by their ports.
-MAX_CONNECTIONS = 64
 
 
 @contextmanager
@@ -27,12 +26,17 @@ def one_each(url: str) -> Iterator[list[httpx.Client]]:
     limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=None)
     with ExitStack() as stack:
         found: dict[str, httpx.Client] = {}
-        for _ in range(MAX_CONNECTIONS):
-            client = stack.enter_context(httpx.Client(base_url=url, limits=limits, timeout=60.0, trust_env=False))
-            found.setdefault(client.get("/rlbus").json()["boot_id"], client)
-            if len(found) == NUM_SERVERS:
-                break
-        assert len(found) == NUM_SERVERS
+        ends_s = time.monotonic() + START_S
+        # The kernel deals connections out by their ports, and one process may come up later than the other.
+        while len(found) < NUM_SERVERS:
+            assert time.monotonic() < ends_s
+            client = httpx.Client(base_url=url, limits=limits, timeout=ANSWER_S, trust_env=False)
+            stack.callback(client.close)
+            boot_id = client.get("/rlbus").json()["boot_id"]
+            if boot_id in found:
+                client.close()
+            else:
+                found[boot_id] = client
         yield list(found.values())
 
 

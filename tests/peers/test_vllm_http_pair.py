@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from rlbus.workers.supervisor.processes import tree
 from rlbus.workers.torch_lm.make import make_tiny_model
 from rlbus.workers.torch_lm.model import load_model
 from tests.peers.fleet import Fleet, completion, is_gone
-from tests.peers.programs import Programs
+from tests.peers.programs import POLL_S, START_S, Programs
 
 KEY = "pair-key"
+# Until what was killed is seen to be gone.
+GONE_S = 60.0
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", "67108864")
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
@@ -41,15 +44,15 @@ def test_server_and_agent_are_each_started_again_and_end_together(
     member = fleet.until("7", lambda m: bool(m["admitted"]))
     url: str = member["descriptor"]["completions_url"]
     assert member["descriptor"]["backends"] == ["gloo"]
-    assert [m["worker"] for m in fleet.rlbus("workers")["workers"]] == ["backend/7"]
-    assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
+    assert [m["worker"] for m in fleet.workers()] == ["backend/7"]
+    assert httpx.get(f"{url}/v1/models", trust_env=False, timeout=START_S).status_code == 401
 
     def tokens() -> list[int]:
         return completion(url, str(tiny_model), headers={"Authorization": f"Bearer {KEY}"})
 
     def update(step: int) -> None:
         with Trainer(fleet.url, backend="gloo") as trainer:
-            assert trainer.update_weights(load_model(other), version=step).ok
+            assert trainer.update_weights(load_model(other), version=step, on_failure="stop").ok
 
     def state(m: dict[str, Any]) -> str:
         return str(m["status"]["weights"]["state"])
@@ -73,5 +76,8 @@ def test_server_and_agent_are_each_started_again_and_end_together(
     assert tokens() == second
     left = [process.pid for process in tree(worker.pid)[1:]]
     worker.signal(signal.SIGTERM)
-    assert worker.wait(60.0) == 0
-    assert all(is_gone(pid) for pid in left)
+    assert worker.wait() == 0
+    ends_s = time.monotonic() + GONE_S
+    while not all(is_gone(pid) for pid in left):
+        assert time.monotonic() < ends_s
+        time.sleep(POLL_S)

@@ -9,7 +9,7 @@ import pytest
 from rlbus import BusWeightSyncClient
 from rlbus.workers.torch_lm.make import make_tiny_model
 from tests.peers.fleet import Fleet, completion
-from tests.peers.programs import Programs
+from tests.peers.programs import POLL_S, START_S, Programs
 from tests.peers.trainers import expected_tokens, trainer
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
@@ -38,9 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def url_of(fleet: Fleet, worker: str, which: str) -> str:
     """Where a worker is reached."""
-    member = fleet.member(worker)
-    assert member is not None
-    return str(member["descriptor"][which])
+    return str(fleet.until(worker, lambda m: True)["descriptor"][which])
 
 
 def test_vllms_http_client_updates_a_vllm_server_under_the_agents_rules(
@@ -56,6 +54,11 @@ def test_vllms_http_client_updates_a_vllm_server_under_the_agents_rules(
         meanwhile: list[httpx.Response] = []
 
         def also() -> None:
+            # Its thread may come after us: what is answered is what the update, once it is begun, lets be answered.
+            ends_s = time.monotonic() + START_S
+            while admin.get("/rlbus/status").json()["status"]["op_id"] is None:
+                assert time.monotonic() < ends_s
+                time.sleep(POLL_S)
             meanwhile.append(admin.post("/init_weight_transfer_engine", json={"init_info": {}}))
 
         sync = HTTPVLLMWeightSyncClient(url)

@@ -104,6 +104,30 @@ def test_list_that_the_engine_doesnt_give_is_a_failure_and_never_a_cached_list(t
     play(tmp_path, scenario, {"list_loras": {2: Step(hangs=True)}})
 
 
+@pytest.mark.parametrize("is_asked_already", [False, True])
+def test_an_engine_that_is_slow_to_list_has_longer_for_who_asks_than_for_a_heartbeat(
+    tmp_path: Path, is_asked_already: bool
+) -> None:
+    """The worker says at once that it is at work on it, and its heartbeats go on, without a word of adapters."""
+
+    async def scenario(rig: Rig) -> None:
+        slow[0] = Step(latency_s=5.0)
+        if is_asked_already:
+            looking = asyncio.create_task(rig.agent.look_at_loras())
+            await asyncio.sleep(0.1)
+        num_told = len(rig.announcements)
+        asked = rig.post(GetLoras())
+        await asked.until(lambda sent: sent.is_accepted, 0.5)
+        assert ids(data_of(await asked.result())) == {}
+        assert len(rig.announcements) > num_told
+        assert rig.last.status.loras is None
+        if is_asked_already:
+            await looking
+
+    slow: dict[int, Step] = {}
+    play(tmp_path, scenario, {"list_loras": slow}, heartbeat_s=0.5)
+
+
 def test_twenty_loads_and_unloads_of_one_name_at_once_run_one_at_a_time(tmp_path: Path) -> None:
     """SCENARIOS 33: with random failures; the end is what the last acknowledged op says."""
     steps = {n: failing() for n in (2, 5, 6)}

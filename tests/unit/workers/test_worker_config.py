@@ -46,6 +46,7 @@ def test_bad_identity_names_the_field(fields: dict[str, str], name: str) -> None
     [
         ({"heartbeat_s": 0}, "heartbeat_s"),
         ({"observe_s": float("inf")}, "observe_s"),
+        ({"list_s": 0.0}, "list_s"),
         ({"progress_s": 1.5}, "progress_s"),
         ({"jitter": 1.0}, "jitter"),
         ({"weight_roots": ("relative",)}, "weight_roots"),
