@@ -65,6 +65,11 @@ from rlbus.workers.state import WorkerState
 
 _log = logging.getLogger("rlbus.workers")
 
+# How often the engine is asked whether it stands still: for 8 s, since of two looks that aren't answered only the first
+# takes `AgentConfig.observe_s`, and the next one is told so; twice that if it clings to them. One that doesn't answer
+# for seconds on a busy machine wasn't resumed by anybody; its worker says meanwhile that it is at work.
+LOOKS = 16
+
 # Commands during which the weights may change; one that was cut off leaves them in doubt.
 _TOUCHING = (ReceiveWeights, CommitWeights, LoadWeights, ApplyUpdate, FinishUpdate)
 
@@ -282,7 +287,10 @@ def _clean(version: Version) -> WeightsData:
 
 async def _check_stands_still(around: Surroundings) -> None:
     """What was commanded isn't enough before the first byte: somebody may have resumed the engine behind our back."""
-    observed = await around.observe()
+    for _ in range(LOOKS):
+        observed = await around.observe()
+        if observed.generation is not Generation.UNKNOWN:
+            break
     if SleepTag.WEIGHTS in observed.asleep:
         raise error_from_fault(asleep_problem(observed.asleep & {SleepTag.WEIGHTS}, "an update"))
     if observed.generation is not Generation.PAUSED:

@@ -118,7 +118,7 @@ def test_an_op_waits_a_moment_for_a_store_that_cant_write_it_down() -> None:
 
     async def scenario(stage: Stage) -> None:
         leader = stage.processes[0]
-        leader.transport.faults = Faults(drop=0.3, only=OPS)
+        leader.transport.faults = Faults(drop=0.2, only=OPS)
         for number in range(6):
             report = await stage.client.pause(op_id=f"p{number}")
             assert report.status is OpStatus.OK

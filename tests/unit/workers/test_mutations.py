@@ -1,6 +1,8 @@
 """What a command means to the engine, and what it leaves: updates, reloads, resumes (DESIGN section 4, 4 and 7)."""
 
+import asyncio
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -31,6 +33,7 @@ from rlbus.schemas import (
 )
 from rlbus.transfer.fake import fake_sum
 from rlbus.workers.config import AgentConfig
+from rlbus.workers.engines.base import Observed
 from rlbus.workers.engines.fake import DEFAULT_TENSORS, FakeEngine
 from rlbus.workers.engines.fake_script import failing
 from rlbus.workers.testing import (
@@ -98,6 +101,29 @@ def test_receive_is_refused_when_somebody_resumed_the_engine_behind_our_back() -
         status = (await rig.send(GetStatus())).data
         assert isinstance(status, StatusData)
         assert status.status.drift == "paused by u, but the engine is running"
+
+    on_worker(scenario)
+
+
+@pytest.mark.parametrize(("still_s", "status"), [(6.5, ResultStatus.OK), (9.0, ResultStatus.REFUSED)])
+def test_engine_that_does_not_answer_for_seconds_before_the_first_byte_is_asked_again(
+    still_s: float, status: ResultStatus
+) -> None:
+    """It stands still, or its machine does; that nobody knows how it is isn't that somebody resumed it."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.until_paused(V1, DEFAULT_TENSORS)
+        observe, time_s = rig.engine.observe, asyncio.get_running_loop().time
+        ends_s = time_s() + still_s
+
+        async def late() -> Observed:
+            await asyncio.sleep(max(0.0, ends_s - time_s()))
+            return await observe()
+
+        with mock.patch.object(rig.engine, "observe", late):
+            result = await rig.receive(V1, DEFAULT_TENSORS).result()
+        assert result.status is status
+        assert rig.engine.calls.count("receive_weights") == (status is ResultStatus.OK)
 
     on_worker(scenario)
 
