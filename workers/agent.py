@@ -334,9 +334,9 @@ class Agent:
         """Ask the engine for its adapters, if it takes any, for `status`. Cancel: leaves nothing."""
         await self._loras.look()
 
-    async def list_loras(self) -> LorasData:
-        """What the engine has now. Raises EngineError: it doesn't say. Cancel: leaves nothing."""
-        return await self._loras.answer()
+    async def list_loras(self, limit_s: float) -> LorasData:
+        """What the engine has now. Raises EngineError: it doesn't say in that time. Cancel: leaves nothing."""
+        return await self._loras.answer(limit_s)
 
     def drain_ended(self, name: str, revision: int) -> None:
         """Nothing needs this draining adapter any more, or its time is over: let it go, if nothing else runs."""

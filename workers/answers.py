@@ -92,18 +92,24 @@ class Answers:
 
     def progress(self, record: Record) -> None:
         """How far a running op is, to all who wait for it."""
-        message = Progress(
-            op_id=record.op_id,
-            component=self._component,
-            instance_id=self._instance_id,
-            boot_id=self._boot_id,
-            phase=record.phase,
-            done=record.done,
-            total=record.total,
-            unit="bytes",
-        )
         for reply in record.replies:
-            self._answer(reply, message)
+            self.at_work(record.op_id, reply, record.phase, done=record.done, total=record.total)
+
+    def at_work(self, op_id: str, reply: str | None, phase: str, *, done: int = 0, total: int | None = None) -> None:
+        """A command runs, and is so far; in bytes."""
+        self._answer(
+            reply,
+            Progress(
+                op_id=op_id,
+                component=self._component,
+                instance_id=self._instance_id,
+                boot_id=self._boot_id,
+                phase=phase,
+                done=done,
+                total=total,
+                unit="bytes",
+            ),
+        )
 
     def build(
         self,

@@ -27,6 +27,7 @@ from rlbus.schemas import (
     StatusData,
     WeightsData,
     WorkerStatus,
+    route_of,
 )
 from rlbus.transfer.manifest import ManifestBook
 from rlbus.workers.answers import Answers
@@ -74,7 +75,7 @@ class Host(Protocol):
         """Ask the engine for its adapters, for the status, bounded. Cancel: leaves nothing."""
         ...
 
-    async def list_loras(self) -> LorasData:
+    async def list_loras(self, limit_s: float) -> LorasData:
         """Ask the engine for its adapters, bounded. Raises EngineError. Cancel: leaves nothing."""
         ...
 
@@ -167,17 +168,22 @@ class Beside:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer_status(self, command: Command, reply: str | None) -> None:
-        await self._host.observe()
         await self._host.look_at_loras()
+        await self._host.observe()  # last, so that it isn't older than what the engine was told
         self._answer(command, reply, StatusData(descriptor=self._host.descriptor, status=self._host.status()))
 
     async def _answer_loras(self, command: Command, reply: str | None) -> None:
+        asking = asyncio.ensure_future(self._host.list_loras(command.expires_at - self._clock.now()))
         try:
-            data = await self._host.list_loras()
+            while not (await asyncio.wait({asking}, timeout=self._config.progress_s))[0]:
+                self._host.answers.at_work(command.op_id, reply, route_of(command.body))
+            data = await asking
         except EngineError as exc:
             failed = self._host.answers.build(command.op_id, ResultStatus.FAILED, fault=exc.fault)
             self._host.answers.result(reply, failed)
             return
+        finally:
+            asking.cancel()
         self._answer(command, reply, data)
 
     async def _abort(self, command: Command, record: Record, body: AbortRequest) -> None:

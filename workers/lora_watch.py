@@ -1,7 +1,7 @@
 """Looks at the adapters that an engine has: for the heartbeats, for who asks, and for those that drain.
 
 Invariant: one question at a time, each bounded: by `observe_s` for heartbeats, which would be late, by `list_s` for who
-asks; what is answered is the engine's own list.
+asks and for those that drain; what is answered is the engine's own list.
 """
 
 import asyncio
@@ -62,17 +62,23 @@ class LoraWatch:
         """An adapter may be to go."""
         self._changed.set()
 
-    async def answer(self) -> LorasData:
-        """What `list_loras` answers. Raises: EngineError: the engine doesn't say. Cancel: leaves nothing."""
-        if self._asking is not None:
-            # A heartbeat's question, perhaps: it gives the engine less time than there is here.
-            await asyncio.wait({self._asking}, timeout=self._config.observe_s)
-        limit_s = self._config.list_s
-        residents = await self.end_look(self.begin_look(limit_s), limit_s)
+    async def answer(self, limit_s: float) -> LorasData:
+        """What `list_loras` answers, for whoever waits so long; nobody waits for longer than `list_s`.
+
+        Raises: EngineError: the engine doesn't say. Cancel: leaves nothing.
+        """
+        limit_s = min(limit_s, self._config.list_s)
+        residents = await self._look_patiently(limit_s)
         if residents is None:
-            message = f"the engine did not list its adapters within {limit_s:g} s; ask again"
+            message = f"the engine did not list its adapters within {limit_s:.3g} s; ask again"
             raise EngineError(Fault(code=FaultCode.ENGINE_FAILED, message=message, retryable=True))
         return loras_data(self._host.state, residents)
+
+    async def _look_patiently(self, limit_s: float) -> tuple[Resident, ...] | None:
+        if self._asking is not None:
+            # A heartbeat's question, perhaps: it gives the engine less time than there is here.
+            await asyncio.wait({self._asking}, timeout=min(limit_s, self._config.observe_s))
+        return await self.end_look(self.begin_look(self._config.list_s), limit_s)
 
     async def look(self) -> tuple[Resident, ...] | None:
         """Ask the engine, and tell the state machine; None if it doesn't answer.
@@ -128,7 +134,7 @@ class LoraWatch:
         return {a.key: a.drain_s or 0.0 for a in self._host.state.adapters if a.is_going}
 
     async def _drain(self) -> None:
-        residents = await self.look()
+        residents = await self._look_patiently(self._config.list_s)
         if residents is None:
             return
         now_s = asyncio.get_running_loop().time()

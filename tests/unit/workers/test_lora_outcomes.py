@@ -128,6 +128,40 @@ def test_an_engine_that_is_slow_to_list_has_longer_for_who_asks_than_for_a_heart
     play(tmp_path, scenario, {"list_loras": slow}, heartbeat_s=0.5)
 
 
+def test_who_asks_hears_all_the_while_that_the_worker_is_at_work_and_waits_no_longer_than_asked_for(
+    tmp_path: Path,
+) -> None:
+    """An engine that never says: a sign of life at least every second, and the answer at the deadline or after 8 s."""
+
+    async def scenario(rig: Rig) -> None:
+        hung[0] = Step(hangs=True)
+        for expires_in_s, limit in ((4.0, "4"), (20.0, "8")):
+            asked = rig.post(GetLoras(), expires_in_s=expires_in_s)
+            result = await asked.result()
+            assert result.fault is not None
+            assert result.fault.message == f"the engine did not list its adapters within {limit} s; ask again"
+            assert len(asked.progress) >= int(limit) - 1
+
+    hung: dict[int, Step] = {}
+    play(tmp_path, scenario, {"list_loras": hung})
+
+
+def test_what_drains_goes_also_where_the_engine_is_slow_to_list(tmp_path: Path) -> None:
+    """It takes longer than a heartbeat waits for."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.send(publish(tmp_path, 1))
+        request = rig.engine.submit("r", PROMPT, 300, model="policy@1")  # 3 s
+        await rig.send(UnloadLora(name="policy", revision=1))
+        slow[0] = Step(latency_s=3.0)
+        await request.ended.wait()
+        await asyncio.sleep(20.0)
+        assert rig.agent.state.adapters == ()
+
+    slow: dict[int, Step] = {}
+    play(tmp_path, scenario, {"list_loras": slow})
+
+
 def test_twenty_loads_and_unloads_of_one_name_at_once_run_one_at_a_time(tmp_path: Path) -> None:
     """SCENARIOS 33: with random failures; the end is what the last acknowledged op says."""
     steps = {n: failing() for n in (2, 5, 6)}
