@@ -33,6 +33,10 @@ STOP_S = 5.0
 # How often the ports file is looked for while the server starts; it is there after about 10 ms.
 POLL_S = 0.01
 MAX_PAYLOAD_BYTES = 1 << 20
+# More than any disk has. Left to itself, nats-server takes three quarters of what is free when it starts for as long as
+# it runs: once they are used, or if there were none then, nobody could renew the lease, whatever room there is. So only
+# the disk says that there is none, which `supervise` looks after.
+MAX_STORE_BYTES = 1 << 50
 # A server that ended by itself is started again at most so often within so many seconds, after a pause.
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
@@ -322,7 +326,8 @@ class EmbeddedServer:
             "ping_max: 2",
         ]
         if self._jetstream:
-            lines.append(f"jetstream {{ store_dir: {_quoted(str(store))}, sync_interval: always }}")
+            limits = f"max_file_store: {MAX_STORE_BYTES}, sync_interval: always"
+            lines.append(f"jetstream {{ store_dir: {_quoted(str(store))}, {limits} }}")
         # It holds the token.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(os.fsencode("\n".join(lines) + "\n"))

@@ -155,6 +155,22 @@ def test_a_restart_keeps_port_and_store(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_its_store_may_take_all_that_its_disk_has_whatever_is_free_when_it_starts(tmp_path: Path) -> None:
+    """Its own limit would be three quarters of what is free then, and refuse the lease once that is used. A stream
+    reserves more than the whole disk has, which needs no room, and is refused by such a limit.
+    """
+    disk = os.statvfs(tmp_path)
+    stream = {"name": "S", "subjects": ["kept.*"], "storage": "file", "max_bytes": 2 * disk.f_blocks * disk.f_frsize}
+
+    async def scenario() -> None:
+        async with EmbeddedServer(store_dir=tmp_path / "store") as server:
+            assert "error" not in await ask(server.url, "$JS.API.STREAM.CREATE.S", stream)
+            await server.restart()
+            assert await num_kept(server.url) == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_server_that_ends_by_itself_is_started_again_until_it_does_so_too_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

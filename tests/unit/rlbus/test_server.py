@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlbus.errors import BrokenError, ConfigError
-from rlbus.server import EmbeddedServer
+from rlbus.server import MAX_STORE_BYTES, EmbeddedServer
+
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.unit
 
@@ -40,6 +42,18 @@ def test_a_disk_that_is_full_is_a_server_that_does_not_start(monkeypatch: pytest
         asyncio.run(main())
     monkeypatch.setattr(EmbeddedServer, "_write_config", full)
     asyncio.run(main())
+
+
+def test_the_room_of_a_store_is_not_what_is_free_when_its_server_starts(tmp_path: Path) -> None:
+    """Neither of `rlbus up` nor of docker-compose.yml: nats-server would take three quarters of that."""
+    server = EmbeddedServer(store_dir=tmp_path / "store")
+    try:
+        _, _, path = server._make_folder()
+        configs = (path.read_text(), (ROOT / "docker" / "nats.conf").read_text())
+    finally:
+        server._clean()
+    for config in configs:
+        assert f", max_file_store: {MAX_STORE_BYTES}" in config
 
 
 @pytest.mark.parametrize("token", ["a\x00b", "a\x1bb", "a\nb", "", " ", "a\x7fb"])
