@@ -44,7 +44,8 @@ async def serve(
     `http`: also listen there; `on_http` is told the base URL, before anything else. None: no HTTP.
 
     Raises:
-        BrokenError: no server, wrong credentials, or no answer within `config.connect_s`.
+        BrokenError: no server, wrong credentials, or no answer within `config.connect_s`; `is_single`, and it can't
+            be told whether somebody leads by a lease, as the server's store is away or silent.
         ConfigError: a setting is wrong, the server has no JetStream, `http` can't listen where it is told to, or
             `is_single` and somebody leads by a lease.
     Cancel: stops as a signal does.

@@ -8,14 +8,13 @@ confirmed, which is before the store lets anybody else in.
 """
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlbus._clock import Clock
-from rlbus._kv import Entry, Kv
+from rlbus._kv import Entry, Kv, NoStoreError
 from rlbus.codec import decode, encode
 from rlbus.errors import BrokenError, ConflictError, DeadlineError, DecodeError
 from rlbus.schemas import Lease, TermMark
@@ -35,8 +34,15 @@ STEP_DOWN_S = 2.2
 POLL_S = 0.2
 # Before a renewal that failed is tried again.
 RETRY_S = 0.2
-# How often whoever must be alone asks a store that doesn't answer who leads: for 6 s in all.
-LOOKS = 10
+# For whoever must be alone. How long a store that is away or silent is asked, before it can't be told who leads.
+# Source: a server that is started again takes a few seconds, and then each of those that it lost up to RETURN_S.
+KNOWN_S = 20.0
+# When a leader that was cut off has its lease again after the store's return, at the latest. Source: rlbus._supervised,
+# BACKOFF_MAX_S, and what connecting and taking the lease need.
+RETURN_S = 6.0
+# How long it has to be said that there is no store. Source: a server takes connections a moment before it has recovered
+# its streams (tests/integration/test_kv_contract.py).
+NO_STORE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class LeaseHolder:
                     if self.tenure is not None:
                         return self.tenure
                     continue
-                holder: Lease = decode(there.value, Lease, LEASE_KEY)
+                holder = _holder(there)
                 if holder.holder == self._lease.holder:
                     # Taken in a try whose answer was lost (how long it still holds can't be known), or without a term.
                     await self._kv.delete(LEASE_KEY, there.revision)
@@ -143,7 +149,7 @@ class LeaseHolder:
         try:
             # Read first: a renewal may have been under way when it was cancelled.
             there = await self._kv.get(LEASE_KEY)
-            if there is not None and decode(there.value, Lease, LEASE_KEY).holder == self._lease.holder:
+            if there is not None and _holder(there).holder == self._lease.holder:
                 await self._kv.delete(LEASE_KEY, there.revision)
         except (BrokenError, ConflictError, DeadlineError) as exc:
             _log.info("the lease wasn't released: %s", exc)
@@ -196,7 +202,7 @@ class LeaseHolder:
             return None
         if there is None:
             return "it had ended"
-        holder: Lease = decode(there.value, Lease, LEASE_KEY)
+        holder = _holder(there)
         if holder.holder != self._lease.holder:
             return f"{holder.name} leads now"
         # Not confirmed as of now: it was written by an earlier try. The next one will be.
@@ -205,27 +211,53 @@ class LeaseHolder:
 
 
 async def leader_of(kv: Kv) -> Lease | None:
-    """Who leads, and lives: a lease that its holder doesn't renew is waited out. None: nobody, or no store answers.
+    """Who leads, and lives: a lease that its holder doesn't renew is waited out. None: nobody, or there is no store.
 
+    A leader's lease may end while the store is away; it takes it again afterwards, which is waited for.
+
+    Raises: BrokenError: the store is away, or silent, for KNOWN_S: it can't be told.
     Cancel: leaves nothing.
     """
-    try:
-        if await _patiently(kv) is None:
-            return None
-        await asyncio.sleep(TTL_S + POLL_S)
-        there = await _patiently(kv)
-    except (BrokenError, DeadlineError) as exc:
-        _log.info("no leader is found: %s", exc)
-        return None
-    return None if there is None else decode(there.value, Lease, LEASE_KEY)
+    loop = asyncio.get_running_loop()
+    gives_up_s = loop.time() + KNOWN_S
+    seen: Entry | None = None
+    # Since when the store answers, or says that it isn't there; and for how long it has to answer to be believed.
+    steady_s: float | None = None
+    absent_s: float | None = None
+    patience_s = 0.0
+    while True:
+        try:
+            there = await kv.get(LEASE_KEY)
+        except (BrokenError, DeadlineError) as exc:
+            now_s = loop.time()
+            steady_s, patience_s = None, RETURN_S
+            if isinstance(exc, NoStoreError) and seen is None:
+                absent_s = now_s if absent_s is None else absent_s
+                if now_s - absent_s >= NO_STORE_S:
+                    _log.info("no leader is found: %s", exc)
+                    return None
+            else:
+                absent_s = None
+            if now_s >= gives_up_s:
+                problem = f"it doesn't answer steadily, so whether a controller leads by it can't be told: {exc}"
+                raise BrokenError("store of the lease", problem) from exc
+        else:
+            now_s = loop.time()
+            absent_s = None
+            steady_s = now_s if steady_s is None else steady_s
+            if there is not None:
+                is_renewed = seen is not None and there.revision != seen.revision
+                seen, patience_s = there, max(patience_s, TTL_S + POLL_S)
+                if is_renewed:
+                    return _holder(there)
+            if now_s - steady_s >= patience_s:
+                return None if there is None else _holder(there)
+        await asyncio.sleep(POLL_S)
 
 
-async def _patiently(kv: Kv) -> Entry | None:
-    """The lease; one answer that is late must not count as that nobody leads. Raises: as `Kv.get`."""
-    for _ in range(LOOKS - 1):
-        with contextlib.suppress(DeadlineError):
-            return await kv.get(LEASE_KEY)
-    return await kv.get(LEASE_KEY)
+def _holder(there: Entry) -> Lease:
+    lease: Lease = decode(there.value, Lease, LEASE_KEY)
+    return lease
 
 
 def _taken(value: bytes) -> int:

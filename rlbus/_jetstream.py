@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rlbus._kv import NoStoreError
 from rlbus._supervised import SupervisedTransport
 from rlbus._transport import Message
 from rlbus.errors import BrokenError, DeadlineError
@@ -27,7 +28,7 @@ HOW_TO_ENABLE = (
 )
 
 
-class OffError(BrokenError):
+class OffError(NoStoreError):
     """There is no JetStream (yet, if the server has just started)."""
 
 
@@ -86,8 +87,8 @@ class JetStream:
         """One request and its JSON answer. An error with a code in `allowed` is returned, others are raised.
 
         Raises:
-            DeadlineError: no answer within `limit_s`. OffError: no JetStream there. BrokenError: it refuses, or we are
-                disconnected. PayloadTooLargeError: nothing was sent.
+            DeadlineError: no answer within `limit_s`. OffError: no JetStream there. NoStoreError: no such stream.
+            BrokenError: it refuses, or we are disconnected. PayloadTooLargeError: nothing was sent.
         Cancel: it may have been done.
         """
         message = await self.ask(subject, data, limit_s, headers=headers)
@@ -97,7 +98,8 @@ class JetStream:
             return body
         if error.get("err_code") in _OFF:
             raise OffError(f"JetStream on {self.where}", "it isn't enabled")
-        raise BrokenError(f"JetStream on {self.where}", f"{error.get('description')} ({subject})")
+        kind = NoStoreError if error.get("err_code") == NO_STREAM else BrokenError
+        raise kind(f"JetStream on {self.where}", f"{error.get('description')} ({subject})")
 
     async def ask(self, subject: str, data: bytes, limit_s: float, *, headers: dict[str, str] | None = None) -> Message:
         """One request and its answer as it came. Raises and Cancel: as `call`."""

@@ -12,9 +12,15 @@ tests):
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlbus.errors import BrokenError
+
 # One call of the store. Source: facts/nats.md A5 (p99 0.4 ms, 2.5 ms with fsync); R3 without a leader answers nothing
 # for seconds, and a leader has to know soon enough that its lease isn't renewed (rlbus.controller.leader).
 CALL_LIMIT_S = 0.6
+
+
+class NoStoreError(BrokenError):
+    """There is no such bucket, or nothing that could have one (yet, if the server has just started)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,8 @@ class Entry:
 class Kv(Protocol):
     """One bucket. Keys are tokens of A-Z a-z 0-9 _ - joined by dots.
 
-    Every call raises DeadlineError (no answer within CALL_LIMIT_S) or BrokenError (disconnected, or it refuses).
+    Every call raises DeadlineError (no answer within CALL_LIMIT_S) or BrokenError (disconnected, or it refuses;
+    NoStoreError: there is no bucket).
     Cancel: a write may have happened.
     """
 

@@ -7,10 +7,11 @@ from typing import Protocol
 
 import pytest
 
-from rlbus._kv import Entry, Kv
+from rlbus._jetstream import OffError
+from rlbus._kv import Entry, Kv, NoStoreError
 from rlbus.bus import Bus
 from rlbus.config import BusConfig
-from rlbus.connecting import connect_bus, open_kv
+from rlbus.connecting import connect_bus, kv_there, open_kv
 from rlbus.errors import BrokenError, ConfigError, ConflictError, DeadlineError, PayloadTooLargeError
 from rlbus.server import EmbeddedServer
 from rlbus.testing import MemoryBroker, MemoryKv, MemoryTransport
@@ -271,5 +272,36 @@ def test_a_server_without_jetstream_is_named_with_what_to_do() -> None:
         ):
             with pytest.raises(ConfigError, match=r"JetStream isn't enabled.*nats-server -js.*--single"):
                 await open_kv(bus, "contract")
+
+    asyncio.run(main())
+
+
+async def why_not(kv: Kv) -> BrokenError:
+    """Why nothing can be read; an answer that is late, or lost with the connection, says nothing."""
+    while True:
+        try:
+            await kv.get("k")
+        except DeadlineError:
+            continue
+        except BrokenError as exc:
+            return exc
+        pytest.fail("there is a store")
+
+
+@pytest.mark.parametrize("jetstream", [True, False])
+def test_that_there_is_no_store_is_told_from_a_store_that_fails(jetstream: bool) -> None:
+    """Nobody leads where there is no bucket, or no JetStream; who can't be asked may know of somebody."""
+
+    async def main() -> None:
+        async with (
+            EmbeddedServer(jetstream=jetstream) as server,
+            await connect_bus(BusConfig(url=server.url, connect_s=LIMIT_S), name="kv") as bus,
+        ):
+            async with asyncio.timeout(LIMIT_S):
+                kv = kv_there(bus, "contract")
+                assert type(await why_not(kv)) is (NoStoreError if jetstream else OffError)
+                await server.stop()
+                assert type(await why_not(kv)) is BrokenError
+                kv.close()
 
     asyncio.run(main())

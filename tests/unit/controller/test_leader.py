@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-from rlbus._kv import CALL_LIMIT_S, Entry
+from rlbus._kv import CALL_LIMIT_S, Entry, NoStoreError
 from rlbus.codec import encode
 from rlbus.controller.leader import (
+    KNOWN_S,
     LEASE_KEY,
+    NO_STORE_S,
     POLL_S,
     RENEW_S,
     RETRY_S,
+    RETURN_S,
     STEP_DOWN_S,
     TERM_KEY,
     TTL_S,
@@ -21,7 +24,7 @@ from rlbus.controller.leader import (
     leader_of,
 )
 from rlbus.controller.succession import LOOK_S
-from rlbus.errors import DeadlineError
+from rlbus.errors import BrokenError, DeadlineError
 from rlbus.schemas import Lease, TermMark
 from rlbus.testing import Faults, LoopClock, MemoryBroker, MemoryKv, MemoryTransport, run
 
@@ -261,8 +264,6 @@ def test_a_leader_that_lives_is_told_from_a_lease_that_ends() -> None:
         assert there.name == "a"
         keeping.cancel()
         assert await leader_of(kv) is None
-        near.broker.partition(near)
-        assert await leader_of(kv) is None
 
     with_two(scenario)
 
@@ -289,6 +290,98 @@ def test_a_leader_is_found_by_a_store_that_answers_late() -> None:
         assert there is not None
         assert there.name == "a"
         keeping.cancel()
+
+    with_two(scenario)
+
+
+async def lead(holder: LeaseHolder) -> None:
+    """As a controller does: whenever the lease is lost, it is taken again."""
+    while True:
+        await holder.acquire()
+        await holder.keep()
+
+
+@pytest.mark.parametrize("cut_after_s", [0.0, 0.1, 0.3])  # before the first look, and after it
+@pytest.mark.parametrize("away_s", [0.5, 2.5, 3.0, 6.0])
+def test_a_leader_is_found_by_a_store_that_is_away_for_a_moment(cut_after_s: float, away_s: float) -> None:
+    """Its lease has ended meanwhile, and it is connected again after whoever asks."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        asking = near.broker.connect("asking")
+        leading = asyncio.create_task(lead(a))
+        await asyncio.sleep(RENEW_S / 2)
+        for transport, late_s in ((near, min(away_s, RETURN_S - 1.0)), (asking, 0.0)):
+            asyncio.get_running_loop().call_later(cut_after_s, near.broker.disconnect, transport)
+            asyncio.get_running_loop().call_later(cut_after_s + away_s + late_s, near.broker.reconnect, transport)
+        await asyncio.sleep(0.01)
+        there = await leader_of(MemoryKv(asking))
+        assert there is not None
+        assert there.name == "a"
+        leading.cancel()
+
+    with_two(scenario)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@pytest.mark.parametrize("after_s", [0.0, 1.5])
+def test_a_store_that_stays_away_doesnt_say_that_nobody_leads(is_silent: bool, after_s: float) -> None:
+    """Nor is it asked for ever."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        await a.acquire()
+        asking = near.broker.connect("asking")
+        lose = near.broker.partition if is_silent else near.broker.disconnect
+        began_s = now_s()
+        asyncio.get_running_loop().call_later(after_s, lose, asking)
+        await asyncio.sleep(0.01)
+        with pytest.raises(BrokenError, match="whether a controller leads by it can't be told"):
+            await leader_of(MemoryKv(asking))
+        assert KNOWN_S <= now_s() - began_s <= KNOWN_S + CALL_LIMIT_S + POLL_S + 0.01
+
+    with_two(scenario)
+
+
+class RecoveringKv(MemoryKv):
+    """It isn't there yet, between these seconds of the loop."""
+
+    absent_s = (0.0, 0.0)
+
+    async def get(self, key: str) -> Entry | None:
+        """As long as it isn't there it says so."""
+        if self.absent_s[0] <= now_s() < self.absent_s[1]:
+            raise NoStoreError("JetStream", "stream not found")
+        return await super().get(key)
+
+
+def test_nobody_leads_at_once_in_an_empty_store_and_nearly_at_once_without_one() -> None:
+    """A controller that must be alone isn't kept waiting where nobody can lead."""
+
+    async def scenario(near: MemoryTransport, _: LeaseHolder, __: LeaseHolder) -> None:
+        began_s = now_s()
+        assert await leader_of(MemoryKv(near)) is None
+        assert now_s() - began_s < POLL_S
+        kv = RecoveringKv(near)
+        kv.absent_s = (now_s(), now_s() + 3600.0)
+        began_s = now_s()
+        assert await leader_of(kv) is None
+        assert NO_STORE_S <= now_s() - began_s <= NO_STORE_S + POLL_S + 0.01
+
+    with_two(scenario)
+
+
+@pytest.mark.parametrize(("begins_s", "length_s"), [(0.0, NO_STORE_S / 2), (0.1, 3 * NO_STORE_S)])
+def test_a_leader_is_found_by_a_store_that_recovers_a_moment_after_its_server(begins_s: float, length_s: float) -> None:
+    """Whoever has seen a lease doesn't believe that there is no store, however long it is said."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        leading = asyncio.create_task(lead(a))
+        await asyncio.sleep(RENEW_S / 2)
+        kv = RecoveringKv(near)
+        kv.absent_s = (now_s() + begins_s, now_s() + begins_s + length_s)
+        there = await leader_of(kv)
+        assert there is not None
+        assert there.name == "a"
+        leading.cancel()
 
     with_two(scenario)
 
