@@ -76,7 +76,7 @@ def status_after(status: WorkerStatus, body: CommandBody, result: Result, now: f
         case CommitWeights() | LoadWeights():
             weights = WeightsView(state=WeightsState.CLEAN, version=body.version, last_good=body.version)
             return change(status, weights=weights)
-        case LoadLora() | UnloadLora() | GetLoras() if isinstance(result.data, LorasData) and status.loras is not None:
+        case LoadLora() | UnloadLora() | GetLoras() if isinstance(result.data, LorasData):
             return change(status, loras=_listed(status.loras, result.data))
         case Sleep() | WakeUp() if isinstance(result.data, SleepData):
             return change(status, asleep=result.data.asleep)
@@ -93,10 +93,13 @@ def loaded_sums(data: LorasData) -> dict[str, str]:
     }
 
 
-def _listed(before: LorasView, data: LorasData) -> LorasView:
-    """The view of an engine's adapters after its list; with checksums if its agent tells them at all."""
+def _listed(before: LorasView | None, data: LorasData) -> LorasView:
+    """The view of an engine's adapters after its list; with checksums if its agent tells them at all. `before` is None
+    where heartbeats tell nothing, since the engine is too slow for them.
+    """
     loaded = loaded_sums(data)
     ids = tuple(sorted(loaded))
+    before = LorasView(ids=(), capacity=data.capacity) if before is None else before
     sums = tuple(loaded[i] for i in ids) if len(before.sums) == len(before.ids) else ()
     num_draining = sum(v.state is LoraState.DRAINING for v in data.loras)
     return msgspec.structs.replace(before, ids=ids, sums=sums, num_draining=num_draining)

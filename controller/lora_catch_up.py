@@ -45,6 +45,8 @@ _log = logging.getLogger("rlbus.controller")
 
 # Why a worker isn't given what it has under the same name.
 FOREIGN = "it has one of that name whose bytes aren't known to be the fleet's: unload it there"
+# Why it isn't given anything yet.
+UNSAID = "its engine hasn't listed its adapters yet; it is asked, and given what it lacks then"
 # (worker, its boot, id of the adapter).
 Lack = tuple[WorkerId, str, str]
 
@@ -61,19 +63,21 @@ class Attempt:
 def lacks(lora: FleetLora, member: Member, registry: Registry, own: Mapping[str, str] | None = None) -> bool:
     """Whether this worker should have the adapter, is awake, can be addressed, and doesn't have it. Pure.
 
-    `own` is its own list (`lora_lists`), which counts where its status doesn't tell; None: it hasn't said.
+    `own` is its own list (`lora_lists`), which counts where its status doesn't tell; None: it hasn't said. Who has said
+    nothing at all counts as one that lacks it.
     """
-    loras = member.status.loras
-    if not should_have(lora, member.worker) or member.status.asleep:
+    if not should_have(lora, member.worker) or member.status.asleep or member.liveness is not Liveness.ALIVE:
         return False
-    if loras is None or "load_lora" not in member.descriptor.routes or member.liveness is not Liveness.ALIVE:
+    if not {"load_lora", "list_loras"}.issubset(member.descriptor.routes):
         return False
-    return not _has(loras, lora, own) and registry.refusal(member) is None
+    return not _has(member.status.loras, lora, own) and registry.refusal(member) is None
 
 
-def _has(loras: LorasView, lora: FleetLora, own: Mapping[str, str] | None) -> bool:
+def _has(loras: LorasView | None, lora: FleetLora, own: Mapping[str, str] | None) -> bool:
     """Whether a worker says that it has the adapter, and not only its name: from the fleet's bytes."""
     key, checksum = lora_id(lora.name, lora.revision), lora.checksum[:SHORT_SUM_CHARS]
+    if loras is None:
+        return own is not None and own.get(key) == checksum
     if not tells_of(loras, key):
         return own is None or own.get(key) == checksum
     if key not in loras.ids:
@@ -86,9 +90,9 @@ def _has(loras: LorasView, lora: FleetLora, own: Mapping[str, str] | None) -> bo
 def is_foreign(lora: FleetLora, member: Member, own: Mapping[str, str] | None = None) -> bool:
     """Whether a worker that lacks it has one of that name, from other bytes or from such as nobody knows. Pure."""
     loras, key = member.status.loras, lora_id(lora.name, lora.revision)
-    if loras is None:
-        return False
-    return key in loras.ids or (not tells_of(loras, key) and own is not None and key in own)
+    if loras is not None and (key in loras.ids or tells_of(loras, key)):
+        return key in loras.ids
+    return own is not None and key in own
 
 
 def failed(attempt: Attempt, why: str, now_s: float) -> Attempt:
@@ -125,6 +129,7 @@ class LoraCatchUps:
     def tick(self, now_s: float) -> None:
         """See how the running one goes on, or begin one. Called several times a second."""
         self._watch_ops()
+        self._lists.learn(self._registry.members())
         if self._current is not None:
             self._check(*self._current, now_s)
             return
@@ -182,12 +187,14 @@ class LoraCatchUps:
         return (loras is not None and tells_of(loras, key)) or self._lists.is_new(member)
 
     def _hides_some(self, member: Member) -> bool:
-        """Whether its status doesn't tell of all that it should have."""
+        """Whether its status doesn't tell of all that it should have; one that is asleep is given nothing."""
         loras = member.status.loras
-        if loras is None or member.liveness is not Liveness.ALIVE or "list_loras" not in member.descriptor.routes:
+        is_there = member.liveness is Liveness.ALIVE and not member.status.asleep
+        if not is_there or "list_loras" not in member.descriptor.routes:
             return False
         return any(
-            not tells_of(loras, lora_id(lora.name, lora.revision)) and should_have(lora, member.worker)
+            (loras is None or not tells_of(loras, lora_id(lora.name, lora.revision)))
+            and should_have(lora, member.worker)
             for lora in self._book.loras
         )
 
@@ -257,6 +264,8 @@ class LoraCatchUps:
         lack = (member.worker, member.boot_id, lora_id(lora.name, lora.revision))
         if self._current is not None and lack in self._current[1]:
             return "is given it now"
+        if member.status.loras is None and self._lists.sums_of(member) is None:
+            return UNSAID
         attempt = self._attempts.get(lack)
         if attempt is None or attempt.why is None:
             return "is given it next"

@@ -116,6 +116,15 @@ def test_a_list_of_adapters_shows_them_with_their_bytes(has_sums: bool) -> None:
     assert after.loras == LorasView(ids=("a@2",), capacity=2, sums=sums, num_draining=1)
 
 
+def test_a_list_of_adapters_shows_them_where_heartbeats_say_nothing() -> None:
+    """The engine is too slow for those, and has answered."""
+    views = (LoraView(name="a", state=LoraState.LOADED, revision=2, checksum="2" * 64),)
+    status = announcement("backend/1").status
+    assert status.loras is None
+    after = status_after(status, GetLoras(), result(data=LorasData(loras=views, capacity=2)), 9.0)
+    assert after.loras == LorasView(ids=("a@2",), capacity=2, sums=("2" * SHORT_SUM_CHARS,))
+
+
 @pytest.mark.parametrize("status", [ResultStatus.REFUSED, ResultStatus.FAILED])
 def test_a_command_that_was_not_done_shows_nothing(status: ResultStatus) -> None:
     """What it left is the worker's to say."""
