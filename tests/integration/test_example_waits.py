@@ -3,7 +3,6 @@
 import http.server
 import importlib.util
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,8 @@ from typing import ClassVar
 
 import httpx
 import pytest
+
+from tests.integration.http_servers import served
 
 pytest.importorskip("torch")
 
@@ -44,13 +45,8 @@ class Controller(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def controller() -> Iterator[tuple[str, type[Controller]]]:
     kind = type("OwnController", (Controller,), {"statuses": [], "asked": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", kind
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(kind) as url:
+        yield url, kind
 
 
 def example() -> ModuleType:

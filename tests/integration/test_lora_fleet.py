@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import http.server
 import json
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from rlbus.workers.agent import Agent
 from rlbus.workers.config import AgentConfig
 from rlbus.workers.engines.torch_engine import TorchEngine
 from rlbus.workers.torch_lm.make import make_tiny_adapter, make_tiny_model, merge_tiny_adapter
+from tests.integration.http_servers import served
 from tests.tries import TooLateError, best_of_async, in_time
 
 pytestmark = pytest.mark.integration
@@ -245,13 +245,8 @@ class Models(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def frontend() -> Iterator[tuple[str, type[Models]]]:
     kind = type("OwnModels", (Models,), {"shown": [], "num_asked": 0})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", kind
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(kind) as url:
+        yield url, kind
 
 
 def test_a_load_is_done_only_when_the_frontend_shows_it(
