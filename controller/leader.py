@@ -228,6 +228,10 @@ async def leader_of(kv: Kv) -> Lease | None:
     while True:
         try:
             there = await kv.get(LEASE_KEY)
+            # The server may have been away before we asked, and who led by it is on its way back.
+            is_first = there is None and seen is None and patience_s < RETURN_S
+            if is_first and await kv.get(TERM_KEY) is not None:
+                patience_s = RETURN_S
         except (BrokenError, DeadlineError) as exc:
             now_s = loop.time()
             steady_s, patience_s = None, RETURN_S

@@ -75,10 +75,15 @@ class LoraWatch:
         return loras_data(self._host.state, residents)
 
     async def _look_patiently(self, limit_s: float) -> tuple[Resident, ...] | None:
-        if self._asking is not None:
-            # A heartbeat's question, perhaps: it gives the engine less time than there is here.
-            await asyncio.wait({self._asking}, timeout=min(limit_s, self._config.observe_s))
-        return await self.end_look(self.begin_look(self._config.list_s), limit_s)
+        """Ask for so long, whoever else is asking: a heartbeat's question gives the engine less time."""
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + limit_s
+        while True:
+            is_anothers = self._asking is not None and not self._asking.done()
+            asking = self.begin_look(self._config.list_s)
+            residents = await self.end_look(asking, max(0.0, ends_s - loop.time()))
+            if residents is not None or not is_anothers or loop.time() >= ends_s:
+                return residents
 
     async def look(self) -> tuple[Resident, ...] | None:
         """Ask the engine, and tell the state machine; None if it doesn't answer.

@@ -41,11 +41,13 @@ class Observer:
 
     async def _ask(self) -> Observed:
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await self._engine.observe()
+            async with asyncio.timeout(self._limit_s) as bound:
+                observed = await self._engine.observe()
         except Exception as exc:  # noqa: BLE001 - shown to everybody as generation "unknown"
             _log.debug("the engine can't be observed: %s", exc)
             return NO_ANSWER
+        # One that doesn't let go in time says how it was seconds ago, and may have been resumed since.
+        return NO_ANSWER if bound.expired() else observed
 
     async def aclose(self) -> None:
         """Stop asking. Cancel: it was told to stop, and may not have."""

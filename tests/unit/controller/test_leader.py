@@ -268,6 +268,24 @@ def test_a_leader_that_lives_is_told_from_a_lease_that_ends() -> None:
     with_two(scenario)
 
 
+@pytest.mark.parametrize("back_s", [1.0, RETURN_S - 1.0])
+def test_a_leader_is_found_that_comes_back_to_a_server_which_was_away_before_anybody_asked(back_s: float) -> None:
+    """Its lease has ended, so the store is empty but for the term; whoever asks has met no trouble."""
+
+    async def scenario(near: MemoryTransport, a: LeaseHolder, _: LeaseHolder) -> None:
+        leading = asyncio.create_task(lead(a))
+        await asyncio.sleep(RENEW_S / 2)
+        near.broker.disconnect(near)
+        await asyncio.sleep(2 * TTL_S)
+        asyncio.get_running_loop().call_later(back_s, near.broker.reconnect, near)
+        there = await leader_of(MemoryKv(near.broker.connect("asking")))
+        assert there is not None
+        assert there.name == "a"
+        leading.cancel()
+
+    with_two(scenario)
+
+
 def test_a_leader_is_found_by_a_store_that_answers_late() -> None:
     """An answer that is lost, or later than a call may take, doesn't let anybody begin beside who leads."""
 

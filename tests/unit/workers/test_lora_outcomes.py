@@ -12,6 +12,7 @@ from rlbus.schemas import (
     FaultCode,
     FolderSource,
     GetLoras,
+    GetStatus,
     LoadLora,
     LoraLoaded,
     LoraState,
@@ -144,6 +145,23 @@ def test_who_asks_hears_all_the_while_that_the_worker_is_at_work_and_waits_no_lo
 
     hung: dict[int, Step] = {}
     play(tmp_path, scenario, {"list_loras": hung})
+
+
+def test_a_question_that_a_heartbeat_gives_up_costs_nobody_else_the_list(tmp_path: Path) -> None:
+    """Asked right behind it, for as long as it said."""
+
+    async def scenario(rig: Rig) -> None:
+        slow[0] = Step(latency_s=3.0)
+        rig.post(GetStatus())
+        assert ids(data_of(await rig.send(GetLoras()))) == {}
+        slow[0] = Step(hangs=True)
+        rig.post(GetStatus())
+        began_s = asyncio.get_running_loop().time()
+        assert (await rig.send(GetLoras(), expires_in_s=2.0)).status is ResultStatus.FAILED
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0, abs=0.1)
+
+    slow: dict[int, Step] = {}
+    play(tmp_path, scenario, {"list_loras": slow})
 
 
 def test_what_drains_goes_also_where_the_engine_is_slow_to_list(tmp_path: Path) -> None:

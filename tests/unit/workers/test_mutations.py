@@ -1,6 +1,7 @@
 """What a command means to the engine, and what it leaves: updates, reloads, resumes (DESIGN section 4, 4 and 7)."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from unittest import mock
 
@@ -124,6 +125,30 @@ def test_engine_that_does_not_answer_for_seconds_before_the_first_byte_is_asked_
             result = await rig.receive(V1, DEFAULT_TENSORS).result()
         assert result.status is status
         assert rig.engine.calls.count("receive_weights") == (status is ResultStatus.OK)
+
+    on_worker(scenario)
+
+
+@pytest.mark.parametrize("clings_s", [5.0, 14.0])
+def test_what_an_engine_said_too_late_is_not_believed_before_the_first_byte(clings_s: float) -> None:
+    """It doesn't let go of the question, and was resumed since it looked."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.until_paused(V1, DEFAULT_TENSORS)
+        observe, time_s = rig.engine.observe, asyncio.get_running_loop().time
+
+        async def late() -> Observed:
+            seen, ends_s = await observe(), time_s() + clings_s
+            while time_s() < ends_s:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(ends_s - time_s())
+            return seen
+
+        with mock.patch.object(rig.engine, "observe", late):
+            asyncio.get_running_loop().call_later(0.5, rig.engine.requests.resume)
+            result = await rig.receive(V1, DEFAULT_TENSORS).result()
+        assert result.status is ResultStatus.REFUSED
+        assert "receive_weights" not in rig.engine.calls
 
     on_worker(scenario)
 
