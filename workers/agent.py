@@ -455,7 +455,7 @@ class Agent:
 
     async def _beat(self) -> None:
         looking = self._loras.begin_look()
-        await self._observer.observe()
+        await self._observer.observe_as_told(lambda: (self._state.pause, self._state.asleep))
         await self._loras.end_look(looking)
         if self._ledger is not None:
             self._ledger.touch()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from rlbus.schemas import Generation, PauseGeneration, ResumeGeneration, Sleep, SleepTag, WakeUp, WeightsState
 from rlbus.workers.engines.base import NO_LABEL, Engine, Observed
@@ -38,6 +39,16 @@ class Observer:
         answered = bool(done) and not asking.cancelled()
         self.last = asking.result() if answered else NO_ANSWER
         return self.last
+
+    async def observe_as_told(self, told: Callable[[], object]) -> Observed:
+        """The same, asked once more if what the engine was told became another thing meanwhile: an answer from before
+        a resume would be announced as a pause that nobody commanded.
+
+        Cancel: as `observe`.
+        """
+        before = told()
+        observed = await self.observe()
+        return observed if told() == before else await self.observe()
 
     async def _ask(self) -> Observed:
         try:

@@ -94,6 +94,21 @@ def test_silent_engine_is_asked_once_and_bounded() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("commands", [("run", "run"), ("paused", "run")])
+def test_answer_from_before_a_command_is_not_announced_after_it(commands: tuple[str, str]) -> None:
+    """The engine is asked once more, where what it was told changed while it answered."""
+
+    async def main() -> None:
+        engine = FakeEngine(FakeScript())
+        observer = Observer(engine, 1.0)
+        told = iter(commands)
+        assert (await observer.observe_as_told(lambda: next(told))).generation is Generation.RUNNING
+        assert engine.calls.count("observe") == (1 if commands[0] == commands[1] else 2)
+        await observer.aclose()
+
+    run(main())
+
+
 def test_failing_engine_is_unknown() -> None:
     """Its error is for the log, not for whoever asks."""
 
